@@ -1,0 +1,1 @@
+"""Names and layouts of parameters, Megatron <-> Hugging Face."""
