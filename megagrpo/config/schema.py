@@ -142,9 +142,9 @@ class Algorithm(Section):
     """Weight of the KL term against the reference (the initial weights) in the loss; 0 keeps no reference at all."""
     kl_estimator: Literal["low_var_kl", "k1", "k2", "k3", "abs"] = "low_var_kl"
     """low_var_kl is k3 with the log-ratio clamped before exp and the result clamped."""
-    loss_aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
     """How token losses become one number."""
     num_epochs: Count = 1
     """Passes over the samples of a step (verl: ppo_epochs)."""
