@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -20,13 +20,13 @@ def parse_bytes(value: object) -> object:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B?)\s*", value, re.IGNORECASE)
     if not match:
-        raise ValueError("a size is an integer or a number with a unit: 512MiB, 4GiB, 1.5GB")
+        raise ValueError("must be an integer or a number with a unit: 512MiB, 4GiB, 1.5GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), WithJsonSchema({"type": "integer", "format": "bytes, such as 512MiB"})]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
 
@@ -34,7 +34,10 @@ Auto = Literal["auto"]
 class Section(BaseModel):
     """A frozen group of settings that knows its keys; anything else is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    # strict: YAML has typed the values already, and lax coercion would make 1.0 of `true`.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class Model(Section):
@@ -92,7 +95,7 @@ class Rollout(Section):
     """Sampling temperature; the trainer divides its logits by the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; below 1 the rollout distribution is no longer the trained one."""
-    top_k: Annotated[int, Field(ge=0, strict=True)] = 0
+    top_k: NonNegative = 0
     """Sample from the k likeliest tokens; 0 for all."""
     stop: list[str] = []
     """Texts that end a response, besides the tokenizer's end-of-sequence token."""
@@ -155,7 +158,7 @@ class Algorithm(Section):
 class OverrideTransformerConfig(BaseModel):
     """Fields of Megatron's TransformerConfig, by name. The fusions are listed; any other field may be added."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, use_attribute_docstrings=True)
 
     masked_softmax_fusion: bool | Auto = "auto"
     """Fused scale, mask and softmax of the unfused attention (apex kernels, or TransformerEngine's)."""
