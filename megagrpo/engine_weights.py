@@ -1,0 +1,141 @@
+"""Where a Hugging Face tensor lives in this rank's vLLM model, and whether the live layer really holds it.
+
+vLLM fuses projections, slices layers over ranks and, on CPU, repacks linear and expert weights so that only what a layer computes
+shows what it holds. The classes are recognised by their attributes: this file does not import vllm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_PROBE_ROWS = 512  # of the identity matrix fed to a repacked linear layer at a time
+_EXPERT_PROBE_TOKENS = 8
+
+
+class EngineWeights:
+    """One pass over a live vLLM model: every tensor is looked up once, and what was not looked up is known at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._packed = {part: (fused, parts) for fused, parts in model.packed_modules_mapping.items() for part in parts}
+        self._visited: set[tuple[str, str]] = set()
+        self._experts: dict[str, dict[str, Tensor]] = {}  # expert name -> its tensors seen so far
+        self.num_compared = 0
+
+    def differences(self, name: str, expected: Tensor) -> list[str]:
+        """[name] where the live layer holds something else than this rank's part of `expected`, else []."""
+        path, leaf = name.rsplit(".", 1)
+        parent, child = path.rsplit(".", 1) if "." in path else ("", path)
+        if ".experts." in path:
+            return self._expert_differences(name, expected)
+        fused, parts = self._packed.get(child, (child, [child]))
+        if f"{parent}.{fused}" not in self._modules:
+            fused, parts = child, [child]
+        module_name = f"{parent}.{fused}" if parent else fused
+        module = self._modules[module_name]
+        self._visited.add((module_name, leaf))
+        self.num_compared += 1
+        shard, rows = _local_part(module, expected, parts.index(child) if len(parts) > 1 else None)
+        held = _computed_weight(module, shard.shape[1]) if leaf == "weight" and hasattr(module, "cpu_linear") else getattr(module, leaf)
+        held = held[rows]
+        return [] if held.shape == shard.shape and torch.equal(held.float(), shard.to(held.device, self._dtype(held)).float()) else [name]
+
+    def unvisited(self) -> list[str]:
+        """Parameters of the engine that no call of `differences` has compared."""
+        missing = []
+        for module_name, module in self._modules.items():
+            for leaf, _ in module.named_parameters(recurse=False):
+                tied = hasattr(module, "shard_indices") and self._is_tied(module)
+                if (module_name, leaf) not in self._visited and not (tied and module_name.endswith("lm_head")):
+                    missing.append(f"{module_name}.{leaf}")
+        return missing
+
+    def forget_packed_experts(self) -> None:
+        """Make the next reload pack expert weights again: on CPU vLLM packs them once, when it first sets up their kernel."""
+        for module in self._modules.values():
+            if hasattr(module, "w13_weight") and module.w13_weight.device.type == "cpu":
+                module.quant_method.moe_kernel = None
+
+    def repack_tied_head(self) -> None:
+        """Pack a tied head again from the embedding: on CPU it computes from a packed copy, which a reload leaves stale."""
+        head = self._modules.get("lm_head")
+        if head is not None and hasattr(head, "cpu_linear") and self._is_tied(head):
+            head.quant_method.process_weights_after_loading(head)
+
+    def _is_tied(self, module: nn.Module) -> bool:
+        embedding = self._modules.get("model.embed_tokens")
+        return embedding is not None and embedding is not module and embedding.weight.data_ptr() == module.weight.data_ptr()
+
+    def _dtype(self, held: Tensor) -> torch.dtype:
+        """The precision the engine was loaded in; it may keep a copy of a small tensor in a higher one."""
+        return self._modules["model.norm"].weight.dtype if held.is_floating_point() else held.dtype
+
+    def _expert_differences(self, name: str, expected: Tensor) -> list[str]:
+        expert, projection = name.removesuffix(".weight").rsplit(".", 1)
+        parts = self._experts.setdefault(expert, {})
+        parts[projection] = expected
+        if len(parts) < 3:
+            return []
+        parts = self._experts.pop(expert)
+        layer_name, index = expert.rsplit(".", 1)
+        module_name, module = next((n, m) for n, m in self._modules.items() if n.startswith(layer_name) and hasattr(m, "w13_weight"))
+        self._visited |= {(module_name, leaf) for leaf, _ in module.named_parameters(recurse=False)}
+        local = module.expert_map_manager.map_global_to_local(int(index))
+        if local < 0:
+            return []  # another rank of the engine holds this expert
+        self.num_compared += 3
+        gate, up, down = (_expert_part(module, parts[p], axis) for p, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)))
+        if module.w13_weight.device.type != "cpu":
+            stored_13, stored_2 = module.w13_weight[local], module.w2_weight[local]
+            if stored_13.shape[0] == 2 * len(gate) and torch.equal(stored_13, torch.cat([gate, up])) and torch.equal(stored_2, down):
+                return []
+        return [] if _computes_expert(module, int(index), gate, up, down) else [expert]
+
+
+def _local_part(module: nn.Module, full: Tensor, part: int | None) -> tuple[Tensor, slice]:
+    """This rank's part of a full tensor and the rows of the module's tensor that hold it; `part` numbers a fused projection."""
+    if hasattr(module, "shard_indices"):  # embedding or head, cut along the vocabulary and padded
+        first, last = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        return full[first:last], slice(0, last - first)
+    rank = getattr(module, "tp_rank", 0)
+    if part is not None:
+        if hasattr(module, "num_kv_head_replicas"):
+            sizes = [n * module.head_size for n in (module.num_heads, module.num_kv_heads, module.num_kv_heads)]
+            index = rank if part == 0 else rank // module.num_kv_head_replicas
+        else:
+            sizes, index = [size // module.tp_size for size in module.output_sizes], rank
+        first = sum(sizes[:part])
+        return full.narrow(0, index * sizes[part], sizes[part]), slice(first, first + sizes[part])
+    if full.dim() == 2 and getattr(module, "input_size_per_partition", full.shape[1]) != full.shape[1]:
+        size = module.input_size_per_partition
+        return full.narrow(1, rank * size, size), slice(None)
+    size = getattr(module, "output_size_per_partition", len(full))
+    return full.narrow(0, rank * size if size != len(full) else 0, size), slice(None)
+
+
+def _expert_part(experts: nn.Module, full: Tensor, axis: int) -> Tensor:
+    size = experts.moe_config.intermediate_size_per_partition_unpadded or experts.intermediate_size_per_partition
+    rank = experts.moe_config.tp_rank if size != full.shape[axis] else 0
+    return full.narrow(axis, rank * size, size).to(experts.w13_weight.device, experts.w13_weight.dtype)
+
+
+def _computed_weight(module: nn.Module, in_features: int) -> Tensor:
+    """[out, in] of a repacked linear layer: what it makes of the rows of the identity matrix, which is exact in any precision."""
+    dtype = getattr(module, "params_dtype", None) or module.weight.dtype
+    identity = torch.eye(in_features, dtype=dtype)
+    return torch.cat([module.quant_method.apply(module, rows, bias=None) for rows in identity.split(_PROBE_ROWS)]).t()
+
+
+def _computes_expert(experts: nn.Module, index: int, gate: Tensor, up: Tensor, down: Tensor) -> bool:
+    """Whether a live expert, fed probe tokens routed to it alone, gives what its three weights give."""
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(_EXPERT_PROBE_TOKENS, gate.shape[1], generator=generator).to(gate)
+    weights = torch.ones(_EXPERT_PROBE_TOKENS, 1, device=probe.device)
+    ids = torch.full((_EXPERT_PROBE_TOKENS, 1), index, dtype=torch.int32, device=probe.device)
+    held = experts.quant_method.apply(experts, probe, weights, ids, None, None).float()
+    x = probe.float()
+    expected = (torch.nn.functional.silu(x @ gate.float().t()) * (x @ up.float().t())) @ down.float().t()
+    tolerance = 1e-4 if probe.dtype == torch.float32 else 3e-2
+    return bool((held - expected).norm() <= tolerance * expected.norm())
