@@ -72,7 +72,7 @@ def _walk_settings() -> Iterator[Setting]:
                 path=f"{section}.{name}",
                 default=defaults[name],
                 type_text=_type_text(schemas[name]),
-                meaning=field.description or "",
+                meaning=" ".join((field.description or "").split()),
                 is_mapping=get_origin(field.annotation) is dict,
             )
 

@@ -112,7 +112,8 @@ class Rollout(Section):
     enforce_eager: bool = False
     """Decode without CUDA graphs: slower, but starts at once."""
     logprob_fraction: Fraction | Auto = "auto"
-    """Share of the requests whose log-probabilities the engine returns, to measure its agreement with the trainer. `auto`: 1 on CPU, 0.125 on GPU."""
+    """Share of the requests whose log-probabilities the engine returns, to measure its agreement with the trainer.
+    `auto`: 1 on CPU, 0.125 on GPU."""
 
 
 class Reward(Section):
