@@ -68,9 +68,7 @@ class Actor:
             logprobs, _ = self._logprobs(logits, micro_batch, with_entropy=False)
             return logprobs.new_zeros(()), {"logprobs": logprobs}
 
-        results = forward_backward(
-            self._ddp, micro_batches, loss_function=report, config=self.config, parallel=self.parallel, forward_only=True
-        )
+        results = forward_backward(self._ddp, micro_batches, loss_function=report, parallel=self.parallel, forward_only=True)
         return [result["logprobs"] for result in results] if self.parallel.is_last_stage else None
 
     def update(
@@ -97,9 +95,7 @@ class Actor:
         for chunk in self._ddp:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        results = forward_backward(
-            self._ddp, micro_batches, loss_function=loss, config=self.config, parallel=self.parallel, forward_only=False
-        )
+        results = forward_backward(self._ddp, micro_batches, loss_function=loss, parallel=self.parallel, forward_only=False)
         return optimizer_step(self._optimizer, self._scheduler), results
 
     def release_state(self) -> None:
@@ -117,7 +113,7 @@ class Actor:
 
     def _logprobs(self, logits: Tensor, micro_batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         return vocab_parallel_logprobs(
-            logits.squeeze(1),
+            logits,
             micro_batch.target_ids,
             tp_group=self.parallel.tp_group,
             vocab_size=self._vocab_size,
