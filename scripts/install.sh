@@ -24,7 +24,7 @@ find_python() {
     fail "needs Python 3.11, 3.12 or 3.13 with venv (Debian: python3-venv); found none as ${PYTHON:-python3, python3.11, python3.12, python3.13}; set PYTHON"
 }
 
-# Shows only the large downloads and the long step after them; all of it goes to the log.
+# Shows the large downloads and the long step after them; everything goes to the log.
 pip_install() {
     if ! "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee -a "$log" |
         { grep --line-buffered -oE '(Downloading|Processing) [^ ]+ \([0-9]{2,}\.[0-9] MB\)|Installing collected packages' || true; }; then
@@ -79,7 +79,10 @@ install_gpu() {
     pip_install --no-build-isolation -e ".[gpu,dev]"
 }
 
-if ! [[ -x $VENV/bin/python ]] || ! usable "$VENV/bin/python"; then
+if ! usable "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then
+    if [[ -e $VENV && ! -f $VENV/pyvenv.cfg ]]; then
+        fail "$VENV exists but is no virtual environment; remove it or set VENV"
+    fi
     python=$(find_python)
     "$python" -m venv --clear "$VENV" || fail "$python -m venv $VENV failed"
 fi

@@ -64,6 +64,6 @@ class Layout:
                 f"actor      {' '.join(shown)} DP{self.data_parallel_size}",
                 f"rollout    {self.num_engines} engine{'s' if self.num_engines != 1 else ''} of TP{rollout.tensor_parallel_size}",
                 f"step       {rollout.num_prompts_per_step} prompts x {rollout.num_samples_per_prompt} samples = {samples} responses, "
-                f"{self.config.algorithm.num_epochs * self.config.algorithm.num_mini_batches} optimizer steps",
+                f"optimizer steps: {self.config.algorithm.num_epochs * self.config.algorithm.num_mini_batches}",
             ]
         )
