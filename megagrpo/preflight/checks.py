@@ -106,16 +106,18 @@ def _check_pipeline(actor: Actor, model_config: dict[str, Any]) -> Iterator[str]
 
 
 def _check_tensor_parallel(config: Config, model_config: dict[str, Any]) -> Iterator[str]:
-    for key, size in (
-        ("actor.tensor_model_parallel_size", config.actor.tensor_model_parallel_size),
-        ("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size),
+    for key, size, replicates_kv_heads in (
+        ("actor.tensor_model_parallel_size", config.actor.tensor_model_parallel_size, False),
+        ("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size, True),
     ):
-        for name in ("num_attention_heads", "intermediate_size"):
-            if (total := model_config.get(name)) and total % size:
-                yield f"{key}={size} does not divide the model's {name}={total}; set {key} to a divisor of {total}"
-        kv_heads = model_config.get("num_key_value_heads")
-        if kv_heads and kv_heads % size and size % kv_heads:
-            yield f"{key}={size} and the model's num_key_value_heads={kv_heads} do not divide one another; change {key}"
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            total = model_config.get(name)
+            if not total or total % size == 0:
+                continue
+            # vLLM gives several ranks the same key-value head when there are more ranks than heads.
+            if name == "num_key_value_heads" and replicates_kv_heads and size % total == 0:
+                continue
+            yield f"{key}={size} does not divide the model's {name}={total}; set {key} to a divisor of {total}"
 
 
 def _check_experts(config: Config, model_config: dict[str, Any]) -> Iterator[str]:

@@ -65,7 +65,8 @@ def test_values_are_yaml_with_plain_exponents_and_null(tmp_path):
 
 def test_megatron_fields_beyond_the_listed_ones_are_kept(tmp_path):
     file = write(tmp_path, "a.yaml", "actor: {override_transformer_config: {layernorm_epsilon: 1e-6}}")
-    overrides = load_config(["--config", file, "actor.override_transformer_config.apply_rope_fusion=false"]).actor.override_transformer_config
+    config = load_config(["--config", file, "actor.override_transformer_config.apply_rope_fusion=false"])
+    overrides = config.actor.override_transformer_config
     assert overrides.model_extra == {"layernorm_epsilon": 1e-6}
     assert overrides.apply_rope_fusion is False
 
@@ -181,8 +182,8 @@ def test_demo_stands_for_what_the_package_ships():
 
 
 def test_generated_files_are_up_to_date():
-    assert (ROOT / "configs/base.yaml").read_text(encoding="utf-8") == base_yaml(), "run python -m megagrpo.config.reference"
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == configuration_markdown(), "run python -m megagrpo.config.reference"
+    for name, text in {"configs/base.yaml": base_yaml(), "docs/configuration.md": configuration_markdown()}.items():
+        assert (ROOT / name).read_text(encoding="utf-8") == text, "run python -m megagrpo.config.reference"
 
 
 def test_base_yaml_is_the_default_configuration():

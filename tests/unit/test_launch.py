@@ -132,9 +132,9 @@ def test_bash_refuses_an_incomplete_environment(environment, expected):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("environment", "expected"), [({"WORLD_SIZE": "8"}, "no RANK"), ({"WORLD_SIZE": "x"}, "not a number of processes")])
-def test_python_refuses_a_half_set_up_world(environment, expected):
-    done = launch(LAUNCHERS["python"], **environment)
+@pytest.mark.parametrize(("world_size", "expected"), [("8", "no RANK"), ("x", "not a number of processes")])
+def test_python_refuses_a_half_set_up_world(world_size, expected):
+    done = launch(LAUNCHERS["python"], WORLD_SIZE=world_size)
     assert done.returncode == 2
     assert expected in done.stderr
 

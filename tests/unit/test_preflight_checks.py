@@ -53,7 +53,7 @@ def actor(**sizes: object) -> list[str]:
     [
         ([], 1, DENSE),
         (actor(tp=2, pp=2), 8, DENSE),
-        (actor(tp=8), 8, DENSE),  # more ranks than key-value heads: Megatron and vLLM replicate them
+        (["rollout.tensor_parallel_size=8"], 8, DENSE),  # more ranks than key-value heads: vLLM replicates them
         (actor(pp=4, vpp=2), 4, DENSE),
         (actor(pp=4, first=1, last=1), 4, DENSE),
         (actor(pp=2, first=3, last=5), 2, DENSE),
@@ -107,7 +107,7 @@ def test_tensor_parallel_must_divide_the_model(problems_of, key):
     shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 96}
     heads, kv_heads = problems_of(f"{key}=2", model=shape)
     assert f"{key}=2 does not divide the model's num_attention_heads=9; set {key} to a divisor of 9" in heads
-    assert f"{key}=2 and the model's num_key_value_heads=3" in kv_heads
+    assert f"{key}=2 does not divide the model's num_key_value_heads=3; set {key} to a divisor of 3" in kv_heads
     (width,) = problems_of(f"{key}=4", model={"num_attention_heads": 8, "intermediate_size": 90})
     assert "intermediate_size=90" in width
 
@@ -129,7 +129,8 @@ def test_rollout_tensor_parallel_must_stay_within_a_node(problems_of):
 
 
 def test_all_inconsistencies_are_reported_at_once(problems_of):
-    found = problems_of(*actor(pp=5), "rollout.tensor_parallel_size=4", "optimizer.min_lr=1.0", "data.val_files=x.jsonl", local_world_size=2)
+    overrides = [*actor(pp=5), "rollout.tensor_parallel_size=4", "optimizer.min_lr=1.0", "data.val_files=x.jsonl"]
+    found = problems_of(*overrides, local_world_size=2)
     causes = ("8 processes", "rollout.tensor_parallel_size=4", "8 layers", "optimizer.min_lr=1.0", "data.val_files")
     assert [any(cause in problem for problem in found) for cause in causes] == [True] * len(causes)
 
