@@ -1,14 +1,17 @@
-"""Stage 5: samples -> packed, balanced micro-batches for this data-parallel rank.
+"""Stage 5: the samples of a step -> packed micro-batches, per optimizer step, of this data-parallel rank. No communication.
 
-Planning is a pure function of the lengths, the same on every rank. Invariants of a plan: every sample is in exactly one micro-batch;
-every data-parallel rank has the same number of micro-batches, a multiple of what the schedule asks for; a micro-batch is within the
-token budget unless one sample alone exceeds it; a micro-batch is empty (a dummy that adds nothing to the loss) only where there are
-fewer samples than micro-batches.
+Every rank plans for all ranks, from the same samples, so the plans agree. What plan_micro_batches promises (the tests assert it):
+  1. every sample is in exactly one micro-batch;
+  2. a micro-batch of more than one sample has at most max_tokens tokens;
+  3. all ranks have the same number of micro-batches, a multiple of what the pipeline schedule needs;
+  4. no micro-batch is empty as long as there are samples for all, and no rank as long as there are samples for all ranks;
+  5. the same input gives the same plan.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from megagrpo.config.schema import Config
 from megagrpo.loss import token_weights
 from megagrpo.types import MicroBatch, Sample
 
-_ATTENTION_COST = 1 / 8192  # of a token pair over that of a token: attention costs as much as the rest at some 8k tokens
+_BALANCE_LENGTH = 12 * 2048  # tokens at which attention costs as much as the matrix products of a layer, for a hidden size of 2048
 
 
 def make_mini_batches(
@@ -28,150 +31,138 @@ def make_mini_batches(
     dp_rank: int,
     dp_size: int,
     device: torch.device,
-    multiple_of: int = 1,
+    pad_to_multiple_of: int,
+    multiple_of: int,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of this data-parallel rank for every optimizer step of one pass over the samples.
+    """For every optimizer step of one pass over the samples, the micro-batches of data-parallel rank dp_rank.
 
-    samples: all of the step, by id; advantages [num_samples]. Whole groups go to an optimizer step, in order. multiple_of: what the
-    number of micro-batches must be divisible by (the pipeline size under an interleaved schedule).
+    samples: all of the step, the same on every rank, whole groups; advantages [num_samples]. A pack's token count is a multiple of
+    pad_to_multiple_of (tensor-parallel size with sequence parallel), their number one of multiple_of (pipeline stages if interleaved).
     """
-    actor = config.actor
-    pad_to = actor.tensor_model_parallel_size if actor.sequence_parallel else 1
     mini_batches = []
-    for members in split_groups(samples, config.algorithm.num_mini_batches):
+    for members in split_mini_batches(np.array([sample.group for sample in samples]), config.algorithm.num_mini_batches):
+        mini_batch = [samples[i] for i in members]
         weights = token_weights(
-            np.array([len(samples[i].response_ids) for i in members]),
-            config.algorithm.loss_aggregation,
+            np.array([len(sample.response_ids) for sample in mini_batch]),
+            aggregation=config.algorithm.loss_aggregation,
             max_response_length=config.rollout.max_response_length,
         )
-        lengths = np.array([len(samples[i].prompt_ids) + len(samples[i].response_ids) for i in members])
-        plan = plan_micro_batches(lengths, dp_size=dp_size, max_tokens=actor.max_tokens_per_micro_batch, multiple_of=multiple_of)
+        lengths = np.array([len(sample.prompt_ids) + len(sample.response_ids) for sample in mini_batch])
+        plan = plan_micro_batches(lengths, dp_size=dp_size, max_tokens=config.actor.max_tokens_per_micro_batch, multiple_of=multiple_of)
         mini_batches.append(
             [
-                pack(
-                    [samples[members[i]] for i in chosen],
-                    advantages[[members[i] for i in chosen]],
-                    weights[chosen],
-                    pad_to_multiple_of=pad_to,
-                    device=device,
-                )
+                pack(mini_batch, chosen, advantages[members], weights, pad_to_multiple_of=pad_to_multiple_of, device=device)
                 for chosen in plan[dp_rank]
             ]
         )
     return mini_batches
 
 
-def split_groups(samples: list[Sample], num_parts: int) -> list[list[int]]:
-    """Positions of the samples of every part; groups stay whole, parts are equal but for one group."""
-    groups: dict[int, list[int]] = {}
-    for position, sample in enumerate(samples):
-        groups.setdefault(sample.group, []).append(position)
-    parts = np.array_split(np.arange(len(groups)), num_parts)
-    members = list(groups.values())
-    return [[position for group in part for position in members[group]] for part in parts]
+def split_mini_batches(groups: np.ndarray, num_mini_batches: int) -> list[np.ndarray]:
+    """Positions of the samples of each mini-batch: whole groups in order, as equal in number as possible.
+
+    groups [num_samples]: the group of every sample. Example: groups [0, 0, 1, 1, 2, 2], 2 mini-batches -> [0, 1, 2, 3], [4, 5].
+    """
+    distinct = np.unique(groups)
+    assert len(distinct) >= num_mini_batches, f"{len(distinct)} groups cannot fill {num_mini_batches} mini-batches"
+    return [np.flatnonzero(np.isin(groups, part)) for part in np.array_split(distinct, num_mini_batches)]
 
 
 def plan_micro_batches(lengths: np.ndarray, *, dp_size: int, max_tokens: int, multiple_of: int = 1) -> list[list[list[int]]]:
-    """Which sequences go into which micro-batch of which data-parallel rank: plan[dp_rank][micro_batch] = indices into lengths.
+    """Which samples each data-parallel rank packs into each of its micro-batches: plan[dp_rank][micro_batch] = indices into lengths.
 
-    lengths [N] in tokens. Sequences are packed first-fit in decreasing length, the costliest bins are halved until every rank gets as
-    many, and bins are dealt out, the costliest first, each to the rank that has the least to do.
+    lengths [N]: tokens of prompt and response. The promises are in the docstring of this file. Both levels give the longest first to
+    whoever has least so far (LPT): samples to micro-batches by tokens, micro-batches to ranks by cost with attention counted.
     """
-    packed = _first_fit(lengths, max_tokens)
     unit = dp_size * multiple_of
-    num_bins = -(-len(packed) // unit) * unit
-    bins = _split_until(packed, num_bins, lengths)
-    costs = [float(_cost(lengths[chosen]).sum()) for chosen in bins]
-
-    per_rank = num_bins // dp_size
-    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    loads = [(0.0, rank) for rank in range(dp_size)]
-    for i in sorted(range(num_bins), key=lambda i: (-costs[i], i)):
-        load, rank = heapq.heappop(loads)
-        ranks[rank].append(bins[i])
-        if len(ranks[rank]) < per_rank:
-            heapq.heappush(loads, (load + costs[i], rank))
-    return ranks
+    num_bins, most_bins = (_round_up(int(n), unit) for n in (max(-(-lengths.sum() // max_tokens), 1), max(len(lengths), 1)))
+    num_bins = min(num_bins, most_bins)
+    while (bins := _fill_bins(lengths, num_bins, max_tokens)) is None:
+        num_bins = min(_round_up(num_bins + max(unit, num_bins // 64), unit), most_bins)
+    costs = np.array([(lengths[chosen] * (_BALANCE_LENGTH + lengths[chosen])).sum() if chosen else 0 for chosen in bins])
+    return _share_out(bins, costs, dp_size)
 
 
-def pack(
-    samples: list[Sample], advantages: np.ndarray, weights: np.ndarray, *, pad_to_multiple_of: int, device: torch.device
-) -> MicroBatch:
-    """One micro-batch of the samples end to end; of none, a dummy.
-
-    advantages, weights: one number per sample, given to each of its response tokens. Padding is a sequence of its own, so that no
-    real token attends to it and cu_seqlens ends at T.
-    """
-    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
-    num_tokens = sum(map(len, sequences))
-    padding = -num_tokens % pad_to_multiple_of if num_tokens else pad_to_multiple_of
-    lengths = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
-    total = num_tokens + padding
-
-    tokens, targets, positions = (np.zeros(total, np.int64) for _ in range(3))
-    mask = np.zeros(total, bool)
-    token_advantages, token_weights_ = np.zeros(total, np.float32), np.zeros(total, np.float32)
-    rollout_logprobs = np.full(total, np.nan, np.float32)
-    starts = np.cumsum([0, *lengths])
-    for start, length in zip(starts, lengths, strict=False):
-        positions[start : start + length] = np.arange(length)
-    for start, sequence, sample, advantage, weight in zip(starts, sequences, samples, advantages, weights, strict=False):
-        end = start + len(sequence)
-        tokens[start:end] = sequence
-        targets[start : end - 1] = sequence[1:]
-        predicting = slice(start + len(sample.prompt_ids) - 1, end - 1)  # the positions whose next token is a response token
-        mask[predicting] = True
-        token_advantages[predicting] = advantage
-        token_weights_[predicting] = weight
-        if sample.rollout_logprobs is not None:
-            rollout_logprobs[predicting] = sample.rollout_logprobs
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    return MicroBatch(
-        token_ids=tensor(tokens),
-        position_ids=tensor(positions),
-        target_ids=tensor(targets),
-        mask=tensor(mask),
-        advantages=tensor(token_advantages),
-        weights=tensor(token_weights_),
-        rollout_logprobs=tensor(rollout_logprobs),
-        cu_seqlens=tensor(starts.astype(np.int32)),
-        max_seqlen=max(lengths),
-        sample_ids=tuple(sample.id for sample in samples),
-    )
-
-
-def _cost(lengths: np.ndarray) -> np.ndarray:
-    return lengths * (1 + lengths * _ATTENTION_COST)
-
-
-def _first_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Indices of the sequences, longest first, each in the first bin that has room for it."""
-    bins: list[list[int]] = []
-    free: list[int] = []
+def _fill_bins(lengths: np.ndarray, num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Spread the samples evenly over num_bins; None if one of them does not fit."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    emptiest = [(0, b) for b in range(num_bins)]
     for i in np.argsort(-lengths, kind="stable"):
-        place = next((b for b, room in enumerate(free) if room >= lengths[i]), len(bins))
-        if place == len(bins):
-            bins.append([])
-            free.append(max_tokens)
-        bins[place].append(int(i))
-        free[place] -= int(lengths[i])
+        load, b = emptiest[0]
+        if load and load + lengths[i] > max_tokens:
+            return None  # nor does it fit into any fuller one
+        bins[b].append(int(i))
+        heapq.heapreplace(emptiest, (load + int(lengths[i]), b))
     return bins
 
 
-def _split_until(bins: list[list[int]], num_bins: int, lengths: np.ndarray) -> list[list[int]]:
-    """Halve the costliest bin of several sequences until there are num_bins; without any left to halve, add empty ones."""
-    heap = [(-float(_cost(lengths[members]).sum()), members) for members in bins]
-    heapq.heapify(heap)
-    whole: list[list[int]] = []
-    while len(whole) + len(heap) < num_bins and heap:
-        _, members = heapq.heappop(heap)
-        if len(members) == 1:
-            whole.append(members)
-            continue
-        for half in (members[::2], members[1::2]):  # members are sorted by length: alternating ones are alike
-            heapq.heappush(heap, (-float(_cost(lengths[half]).sum()), half))
-    full = whole + [members for _, members in heap]
-    return full + [[] for _ in range(num_bins - len(full))]
+def _share_out(bins: list[list[int]], costs: np.ndarray, dp_size: int) -> list[list[list[int]]]:
+    """The same number of bins for every rank, of about the same total cost; expensive ones come first."""
+    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    idlest = [(0, rank) for rank in range(dp_size)]
+    for b in np.argsort(-costs, kind="stable"):
+        cost, rank = heapq.heappop(idlest)
+        ranks[rank].append(bins[b])
+        if len(ranks[rank]) < len(bins) // dp_size:
+            heapq.heappush(idlest, (cost + int(costs[b]), rank))
+    return ranks
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def pack(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    advantages: np.ndarray,
+    weights: np.ndarray,
+    *,
+    pad_to_multiple_of: int,
+    pad_token: int = 0,
+    device: torch.device,
+) -> MicroBatch:
+    """The chosen samples end to end, as types.MicroBatch describes; advantages and weights [num_samples] go to their response tokens.
+
+    Padding up to a multiple of pad_to_multiple_of tokens is a sequence of its own. Without any sample the pack is all padding: a dummy.
+    """
+    chosen = [samples[i] for i in indices]
+    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in chosen]
+    padding = _round_up(max(sum(lengths), 1), pad_to_multiple_of) - sum(lengths)
+    total = sum(lengths) + padding
+    if padding:
+        lengths.append(padding)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+
+    token_ids = np.full(total, pad_token, dtype=np.int64)
+    target_ids = np.zeros(total, dtype=np.int64)
+    mask = np.zeros(total, dtype=bool)
+    token_advantages, token_weight, rollout_logprobs = (np.zeros(total, dtype=np.float32) for _ in range(3))
+    rollout_logprobs[:] = np.nan
+    for sample, i, start, end in zip(chosen, indices, starts, ends, strict=False):  # the last start may be the padding's
+        assert len(sample.prompt_ids) and len(sample.response_ids), f"sample {sample.id} has an empty prompt or response"
+        token_ids[start:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        target_ids[start : end - 1] = token_ids[start + 1 : end]
+        predicting = slice(start + len(sample.prompt_ids) - 1, end - 1)  # position t predicts token t + 1
+        mask[predicting] = True
+        token_advantages[predicting] = advantages[i]
+        token_weight[predicting] = weights[i]
+        if sample.rollout_logprobs is not None:
+            rollout_logprobs[predicting] = sample.rollout_logprobs
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return MicroBatch(
+        token_ids=tensor(token_ids),
+        position_ids=tensor(np.arange(total) - np.repeat(starts, lengths)),
+        target_ids=tensor(target_ids),
+        mask=tensor(mask),
+        advantages=tensor(token_advantages),
+        weights=tensor(token_weight),
+        rollout_logprobs=tensor(rollout_logprobs),
+        cu_seqlens=tensor(np.concatenate([[0], ends]).astype(np.int32)),
+        max_seqlen=max(lengths),
+        sample_ids=tuple(sample.id for sample in chosen),
+    )

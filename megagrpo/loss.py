@@ -1,10 +1,13 @@
-"""Stage 7: log-probabilities -> the GRPO loss. Pure tensor maths on one micro-batch; no process groups, no model.
+"""Stage 7: log-probabilities of a pack of tokens -> the GRPO loss and what to report of it. Pure tensor maths on one rank.
 
-The loss of an optimizer step is the sum over all kept tokens of all ranks of weight x token loss; token_weights says what the weights
-are, grpo_loss what a token's loss is. T: packed tokens of a micro-batch, B: responses of an optimizer step.
+Every term is a function of one token; what weighs the tokens against each other (aggregation) is decided once for a whole optimizer step
+by token_weights. So the loss is a plain sum, over tokens, micro-batches and ranks alike. T tokens of a pack, N sequences of a step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,110 +16,191 @@ from torch import Tensor
 from megagrpo.config.schema import Algorithm
 from megagrpo.types import MicroBatch
 
-_MAX_LOG_RATIO = 20.0  # exp of more overflows what follows; verl clamps at the same
+_MAX_LOG_RATIO = 20.0  # e^20: far outside any clip range, far inside fp32
 _MAX_LOW_VAR_KL = 10.0
 
 
 def grpo_loss(
     logprobs: Tensor,
-    entropy: Tensor,
+    entropy: Tensor | None,
     micro_batch: MicroBatch,
     algorithm: Algorithm,
     *,
     old_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight x (policy loss + kl_coef x KL) over the kept tokens, what to report of them).
+    """The loss of one micro-batch, and sums over its tokens from which step_metrics makes the metrics of the optimizer step.
 
-    logprobs [T] with gradient, entropy [T], old_logprobs [T] or None when the current policy is the one that sampled (the ratio is
-    then exactly 1), ref_logprobs [T] or None without a KL term. Where micro_batch.mask is False nothing is read: NaN or infinity
-    there changes neither loss nor gradient. Reported, detached: weighted sums `pg_loss`, `kl_loss`; sums over kept tokens
-    `entropy_sum`, `ppo_kl_sum`, `clipped_low_sum`, `clipped_high_sum`, `ratio_sum`; `ratio_max`; and `num_tokens`. `logprobs` is [T].
+    logprobs, entropy, old_logprobs, ref_logprobs [T] -> loss [], sums of [] (detached). loss = sum of weight x (policy loss + kl_coef x KL)
+    over the tokens that are kept. old_logprobs None means strictly on-policy: the current ones, detached, so that every ratio is 1.
+    ref_logprobs None leaves the KL term out. Where micro_batch.mask is False nothing that any input holds has an effect.
     """
     mask = micro_batch.mask
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    zeros = torch.zeros_like(logprobs)
-    logprobs_kept = torch.where(mask, logprobs, zeros)
-    old = torch.where(mask, old, zeros)
-    weights = torch.where(mask, micro_batch.weights, zeros)
-    advantages = torch.where(mask, micro_batch.advantages, zeros)
 
-    policy, ratio = policy_loss(logprobs_kept, old, advantages, clip_low=algorithm.clip_ratio_low, clip_high=algorithm.clip_ratio_high)
-    pg_loss = (weights * policy).sum()
-    loss, kl_loss = pg_loss, pg_loss.new_zeros(())
-    if ref_logprobs is not None:
-        kl = kl_penalty(logprobs_kept, torch.where(mask, ref_logprobs, zeros), algorithm.kl_estimator)
-        kl_loss = (weights * kl).sum()
-        loss = loss + algorithm.kl_coef * kl_loss
+    def kept(values: Tensor) -> Tensor:
+        return torch.where(mask, values, 0.0)  # not a product: NaN x 0 is NaN, forward and backward
 
-    ratio = ratio.detach()
-    low, high = clipped(ratio, advantages, clip_low=algorithm.clip_ratio_low, clip_high=algorithm.clip_ratio_high)
-    return loss, {
-        "pg_loss": pg_loss.detach(),
-        "kl_loss": kl_loss.detach(),
-        "entropy_sum": torch.where(mask, entropy.detach(), zeros).sum(),
-        "ppo_kl_sum": (old - logprobs_kept.detach()).sum(),
-        "clipped_low_sum": (low & mask).sum(),
-        "clipped_high_sum": (high & mask).sum(),
-        "ratio_sum": torch.where(mask, ratio, zeros).sum(),
-        "ratio_max": torch.where(mask, ratio, zeros).max(),
+    logprobs = kept(logprobs)
+    old_logprobs = logprobs.detach() if old_logprobs is None else kept(old_logprobs)
+    weights = kept(micro_batch.weights)
+
+    policy = policy_loss(
+        logprobs,
+        old_logprobs,
+        kept(micro_batch.advantages),
+        clip_low=algorithm.clip_ratio_low,
+        clip_high=algorithm.clip_ratio_high,
+    )
+    loss = pg_loss = (weights * policy.loss).sum()
+    sums = {
         "num_tokens": mask.sum(),
-        "logprobs": logprobs.detach(),
+        "pg_loss": pg_loss,
+        "clipped_low": policy.clipped_low.sum(),
+        "clipped_high": policy.clipped_high.sum(),
+        "ppo_kl": (old_logprobs - logprobs).sum(),
+        **mismatch_sums(old_logprobs, micro_batch.rollout_logprobs, mask=mask),
+    }
+    if ref_logprobs is not None:
+        kl_loss = (weights * KL_ESTIMATORS[algorithm.kl_estimator](logprobs, kept(ref_logprobs))).sum()
+        loss = loss + algorithm.kl_coef * kl_loss
+        sums["kl_loss"] = kl_loss
+    if entropy is not None:
+        sums["entropy"] = kept(entropy).sum()
+    return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in sums.items()}}
+
+
+class PolicyLoss(NamedTuple):
+    """The clipped policy loss of every token and where the clip took the gradient away."""
+
+    loss: Tensor  # [T]
+    clipped_low: Tensor  # [T] bool, the ratio of a token with negative advantage is below the range
+    clipped_high: Tensor  # [T] bool, the ratio of a token with positive advantage is above the range
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
+    """PPO's clipped objective: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprob - old_logprob). All [T].
+
+    arXiv 1707.06347; separate bounds (clip-higher) from DAPO, arXiv 2503.14476. The log-ratio is clamped to +-20 before exp, as in verl.
+    Example, clip 0.2 and 0.28: (A, r) = (1, 1.5) -> -1.28; (1, 0.5) -> -0.5; (-1, 1.5) -> 1.5; (-1, 0.5) -> 0.8.
+    """
+    ratio = (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return PolicyLoss(
+        loss=loss,
+        clipped_low=(advantages < 0) & (ratio < 1 - clip_low),
+        clipped_high=(advantages > 0) & (ratio > 1 + clip_high),
+    )
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k1 = logprob - ref_logprob: unbiased, of either sign. All [T]. http://joschu.net/blog/kl-approx.html
+
+    As a loss its expected gradient is zero: it is of use in the reward. Example: ref - logprob = 0.5 -> -0.5.
+    """
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k2 = (logprob - ref_logprob)^2 / 2: low variance, biased, and the right gradient in expectation. All [T]. Same source as kl_k1.
+
+    Example: ref - logprob = 0.5 -> 0.125.
+    """
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 = e^d - d - 1 with d = ref_logprob - logprob: unbiased and never negative. All [T]. Same source as kl_k1.
+
+    Example: d = 0.5 -> 0.1487213; d = -0.5 -> 0.1065307.
+    """
+    difference = ref_logprobs - logprobs
+    return difference.exp() - difference - 1
+
+
+def kl_low_var(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 with d clamped to +-20 and the result to +-10, as in verl. All [T].
+
+    The first clamp must come before exp: clamping only the result leaves 0 x inf = NaN in the gradient of d = 100.
+    Example: d = 0.5 -> 0.1487213; d = 3 -> 10; d = 100 -> 10 with gradient 0.
+    """
+    difference = (ref_logprobs - logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (difference.exp() - difference - 1).clamp(-_MAX_LOW_VAR_KL, _MAX_LOW_VAR_KL)
+
+
+def kl_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|logprob - ref_logprob|, as in verl. All [T]. Example: ref - logprob = 0.5 -> 0.5."""
+    return (logprobs - ref_logprobs).abs()
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "low_var_kl": kl_low_var,
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "abs": kl_abs,
+}
+
+
+def token_weights(num_tokens: np.ndarray, *, aggregation: str, max_response_length: int) -> np.ndarray:
+    """The weight in the loss of each kept token of a sequence: float64 [N], for the N sequences of a whole optimizer step.
+
+    num_tokens [N]: kept tokens of every sequence, over all ranks and micro-batches; a sequence without any counts as one of the N.
+    Weights times token counts sum to 1 in the modes token-mean and (without such sequences) seq-mean-token-mean, not in the others.
+    Example, num_tokens [1, 3]: token-mean [1/4, 1/4]; token-sum [1, 1]; seq-mean-token-mean [1/2, 1/6]; seq-mean-token-sum [1/2, 1/2];
+    seq-mean-token-sum-norm with max_response_length 10 [1/20, 1/20] (Dr. GRPO, arXiv 2503.20783).
+    """
+    num_sequences = len(num_tokens)
+    match aggregation:
+        case "token-mean":
+            return np.full(num_sequences, 1 / max(num_tokens.sum(), 1))
+        case "token-sum":
+            return np.ones(num_sequences)
+        case "seq-mean-token-mean":
+            return 1 / (num_sequences * np.maximum(num_tokens, 1))
+        case "seq-mean-token-sum":
+            return np.full(num_sequences, 1 / num_sequences)
+        case "seq-mean-token-sum-norm":
+            return np.full(num_sequences, 1 / (num_sequences * max_response_length))
+    raise AssertionError(f"unknown loss aggregation {aggregation}")
+
+
+def mismatch_sums(old_logprobs: Tensor, rollout_logprobs: Tensor, *, mask: Tensor) -> dict[str, Tensor]:
+    """How far the trainer's log-probabilities are from the engine's, summed over the kept tokens whose rollout_logprobs are known.
+
+    All [T]; rollout_logprobs is NaN where the engine was not asked. KL is k3 of KL(rollout || trainer), on the tokens it sampled.
+    """
+    known = mask & ~rollout_logprobs.isnan()
+    old = torch.where(known, old_logprobs.detach(), 0.0)
+    rollout = torch.where(known, rollout_logprobs, 0.0)
+    logprob_diff = (old - rollout).abs()
+    return {
+        "num_rollout_tokens": known.sum(),
+        "rollout_prob_diff": (old.exp() - rollout.exp()).abs().sum(),
+        "rollout_logprob_diff": logprob_diff.sum(),
+        "rollout_logprob_diff_max": logprob_diff.max(),
+        "rollout_kl": kl_k3(rollout, old).sum(),
     }
 
 
-def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """(loss, ratio), both [T]: max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logprobs - old_logprobs).
-
-    PPO's clipped surrogate (arXiv:1707.06347), with a higher upper bound where clip_high > clip_low (DAPO, arXiv:2503.14476).
-    Example, bounds 0.2 and 0.28: A = 1, r = 1.5 -> -1.28; A = -1, r = 1.5 -> 1.5; A = -1, r = 0.5 -> 0.8.
-    """
-    ratio = torch.exp((logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)), ratio
-
-
-def clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Whether the lower and the upper bound took the gradient of a token away, both [T] bool."""
-    return (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
-
-
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """An estimate of KL(policy || reference) per sampled token, [T] and [T] -> [T].
-
-    With d = ref - policy (Schulman, http://joschu.net/blog/kl-approx.html): k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|.
-    low_var_kl is k3 with d clamped to [-20, 20] before the exp (after it would be too late: the backward of an overflow is NaN) and
-    the result to [-10, 10]. Example: d = 0.5 -> k3 0.1487213; d = 25 -> low_var_kl 10, gradient 0.
-    """
-    d = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return d.square() / 2
-    if estimator == "abs":
-        return d.abs()
-    if estimator == "low_var_kl":
-        d = d.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        return (torch.exp(d) - d - 1).clamp(-_MAX_LOW_VAR_KL, _MAX_LOW_VAR_KL)
-    assert estimator == "k3", f"unknown KL estimator {estimator}"
-    return torch.exp(d) - d - 1
-
-
-def token_weights(response_lengths: np.ndarray, aggregation: str, *, max_response_length: int) -> np.ndarray:
-    """The weight of every token of each response in the loss of an optimizer step, [B] -> [B] float64.
-
-    response_lengths: of all responses of the step, over all ranks, each at least 1. token-mean: 1 / all tokens, the weights sum to 1.
-    token-sum: 1. seq-mean-token-sum: 1 / B. seq-mean-token-mean: 1 / (B x length), sum 1. seq-mean-token-sum-norm:
-    1 / (B x max_response_length) (Dr. GRPO, arXiv:2503.20783). The mean forms make the loss independent of how it is split.
-    """
-    lengths = response_lengths.astype(np.float64)
-    ones, num_responses = np.ones_like(lengths), len(lengths)
-    if aggregation == "token-mean":
-        return ones / lengths.sum()
-    if aggregation == "token-sum":
-        return ones
-    if aggregation == "seq-mean-token-sum":
-        return ones / num_responses
-    if aggregation == "seq-mean-token-mean":
-        return ones / (num_responses * lengths)
-    assert aggregation == "seq-mean-token-sum-norm", f"unknown loss aggregation {aggregation}"
-    return ones / (num_responses * max_response_length)
+def step_metrics(sums: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of one optimizer step, in verl's names, from the sums of all its micro-batches over all data-parallel ranks."""
+    total = {name: sum(each[name] for each in sums) for name in sums[0]}
+    num_tokens, num_rollout_tokens = max(total["num_tokens"], 1), total["num_rollout_tokens"]
+    metrics = {
+        "actor/loss": total["loss"],
+        "actor/pg_loss": total["pg_loss"],
+        "actor/pg_clipfrac": (total["clipped_low"] + total["clipped_high"]) / num_tokens,
+        "actor/pg_clipfrac_low": total["clipped_low"] / num_tokens,
+        "actor/pg_clipfrac_high": total["clipped_high"] / num_tokens,
+        "actor/ppo_kl": total["ppo_kl"] / num_tokens,
+    }
+    if "kl_loss" in total:
+        metrics["actor/kl_loss"] = total["kl_loss"]
+    if "entropy" in total:
+        metrics["actor/entropy"] = total["entropy"] / num_tokens
+    if num_rollout_tokens:
+        metrics["mismatch/prob_diff_mean"] = total["rollout_prob_diff"] / num_rollout_tokens
+        metrics["mismatch/logprob_diff_mean"] = total["rollout_logprob_diff"] / num_rollout_tokens
+        metrics["mismatch/logprob_diff_max"] = max(each["rollout_logprob_diff_max"] for each in sums)
+        metrics["mismatch/kl"] = total["rollout_kl"] / num_rollout_tokens
+    return metrics

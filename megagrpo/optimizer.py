@@ -1,6 +1,6 @@
-"""Stage 8: gradients -> updated weights, by Megatron's optimizer and learning-rate schedule.
+"""Stage 8: accumulated gradients -> updated weights. Builds Megatron's optimizer and learning-rate schedule, and takes one step with them.
 
-A step whose gradient norm is not finite changes nothing, on any rank: neither weights nor moments nor the schedule.
+Gradients arrive reduced over data-parallel ranks (by the pipeline schedule's last act); zeroing them is the caller's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -18,71 +19,77 @@ from megagrpo.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """What one optimizer step did. Example: StepResult(grad_norm=0.62, skipped=False, lr=1e-6)."""
 
-    grad_norm: float  # before clipping, over all ranks; not finite when skipped
-    lr: float  # the step was taken with
-    skipped: bool
-
-
-def build_optimizer(config: Config, ddp_chunks: list) -> MegatronOptimizer:
-    """Megatron's optimizer over the DDP-wrapped chunks: fp32 master weights for bf16, no weight decay on norms and biases."""
-    optimizer, bf16 = config.optimizer, config.model.dtype == "bfloat16"
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=optimizer.optimizer,
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            adam_beta1=optimizer.adam_beta1,
-            adam_beta2=optimizer.adam_beta2,
-            adam_eps=optimizer.adam_eps,
-            sgd_momentum=0.0,
-            clip_grad=optimizer.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=config.actor.use_distributed_optimizer,
-        ),
-        ddp_chunks,
-    )
+    grad_norm: float  # global, before clipping; not finite where the step was skipped
+    skipped: bool  # nothing was changed: weights, optimizer state and schedule are as before
+    lr: float  # learning rate of this update (of the last one, if this one was skipped)
 
 
-def build_scheduler(config: Config, optimizer: MegatronOptimizer, total_updates: int) -> OptimizerParamScheduler:
-    """Warm-up and decay over total_updates optimizer steps. The first update has 1/lr_warmup_steps of the peak, not 0."""
+def build_optimizer(config: Config, ddp_chunks: list[DistributedDataParallel]) -> ChainedOptimizer:
+    """Megatron's optimizer over the model chunks of this rank, with fp32 main weights under bf16 ones. Collective over all ranks.
+
+    Norms and biases have no weight decay (Megatron's default, for every parameter of one dimension).
+    """
     settings = config.optimizer
-    scheduler = OptimizerParamScheduler(
+    optimizer_config = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=0.0,
+        clip_grad=settings.clip_grad,
+        bf16=config.model.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.model.dtype),
+        use_distributed_optimizer=config.actor.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(optimizer_config, ddp_chunks)
+
+
+def build_scheduler(config: Config, optimizer: ChainedOptimizer, total_updates: int) -> OptimizerParamScheduler:
+    """The learning rate of every update of the run: linear warm-up, then constant or decaying from lr towards min_lr.
+
+    With W = lr_warmup_steps, update k = 1, 2, ... of N = total_updates has lr x k / W up to k = W, then the decay's value at
+    (k - W) / (N + 1 - W): no update is wasted at rate 0, neither the first nor, with min_lr 0, the last.
+    """
+    settings = config.optimizer
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.lr_warmup_steps,
-        lr_decay_steps=max(total_updates, settings.lr_warmup_steps + 1),
+        # A run may end within its warm-up, as a short trial of a recipe does.
+        lr_decay_steps=max(total_updates, settings.lr_warmup_steps) + 1,
         lr_decay_style=settings.lr_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=0,
+        wd_incr_steps=total_updates,
         wd_incr_style="constant",
     )
-    scheduler.step(1)
-    return scheduler
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> StepResult:
-    """Clip to the global norm and update, unless the norm is not finite. Collective over all ranks.
+def optimizer_step(optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler) -> StepResult:
+    """Clip the gradients to their global norm and update the weights; skip the step when that norm is not finite.
 
-    The parts are those of ChainedOptimizer.step in megatron/core/optimizer/optimizer.py, which would update before one could look.
+    The norm is one number for all ranks, so all take or all skip the step. Megatron's own step() would go on and spread the NaN
+    (megatron/core/optimizer/optimizer.py): of its parts, the norm comes first here. Collective over all ranks.
     """
-    lr = max(group["lr"] for group in optimizer.param_groups)
-    optimizer.prepare_grads()
+    found_inf = optimizer.prepare_grads()
+    assert not found_inf, "only a loss scaler reports this, and bf16 and fp32 have none"
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
-        return StepResult(grad_norm, lr, skipped=True)
+        return StepResult(grad_norm=grad_norm, skipped=True, lr=scheduler.get_lr({}))
+
     max_norm = optimizer.config.clip_grad
     for part in optimizer.chained_optimizers:
-        parameters = part.get_parameters()
-        if max_norm > 0 and parameters:
+        if max_norm > 0 and (parameters := part.get_parameters()):
             clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=grad_norm)
-    optimizer.step_with_ready_grads()
     scheduler.step(1)
-    return StepResult(grad_norm, lr, skipped=False)
+    succeeded = optimizer.step_with_ready_grads()
+    assert succeeded, "step_with_ready_grads reports failure only under fp16"
+    return StepResult(grad_norm=grad_norm, skipped=False, lr=scheduler.get_lr({}))

@@ -58,7 +58,7 @@ class MicroBatch:
     target_ids: torch.Tensor  # [T] int64, the next token of the same sequence
     mask: torch.Tensor  # [T] bool, True where the target is a response token
     advantages: torch.Tensor  # [T] float32
-    weights: torch.Tensor  # [T] float32, of each token in the loss; they sum to 1 over the whole optimizer step and all ranks
+    weights: torch.Tensor  # [T] float32, of each token in the loss, decided for the whole optimizer step (loss.token_weights)
     rollout_logprobs: torch.Tensor  # [T] float32, NaN where the engine was not asked
     cu_seqlens: torch.Tensor  # [S+1] int32, where each sequence starts; the last entry is T
     max_seqlen: int
