@@ -1,55 +1,55 @@
 """Core attention for Megatron's local layer spec: packed (THD) or padded (SBHD) sequences, causal, without TransformerEngine.
 
-Queries, keys and values of this rank's heads -> attended values. Covers grouped queries, a sliding window, softcap, sinks, and values
+Queries, keys and values of this rank's heads -> attended values. Covers grouped queries, sliding windows, softcap, sinks, and values
 of another width than keys; sequences of a pack never see each other.
 """
 
 from __future__ import annotations
 
 import torch
-from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import attention_mask_func
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class PackedAttention(MegatronModule):
-    """Drop-in for megatron/core/transformer/dot_product_attention.py, which cannot take packed sequences.
+class PackedAttention(DotProductAttention):
+    """Megatron's DotProductAttention (its scale, window, sinks and their checkpoint layout) with a forward that takes packed sequences.
 
-    With masked_softmax_fusion the scores go through Megatron's FusedScaleMaskSoftmax (apex kernels where installed), else through
-    torch's scaled_dot_product_attention.
+    Plain causal attention goes through torch's scaled_dot_product_attention, which never holds all scores. With
+    masked_softmax_fusion, a window, a softcap or sinks they go through Megatron's FusedScaleMaskSoftmax.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        *args: object,
+        softcap: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
-        **unused: object,
+        v_channels: int | None = None,
+        **kwargs: object,
     ) -> None:
-        super().__init__(config=config)
-        assert config.context_parallel_size == 1, "context parallelism needs TransformerEngine's attention"
-        assert attn_mask_type == AttnMaskType.causal, f"only causal attention is implemented, not {attn_mask_type}"
-        self.scale = softmax_scale if softmax_scale is not None else (k_channels or config.kv_channels) ** -0.5
-        self.fused_softmax = config.masked_softmax_fusion
-        if self.fused_softmax:
-            self.softmax = FusedScaleMaskSoftmax(
-                input_in_fp16=config.fp16,
-                input_in_bf16=config.bf16,
-                attn_mask_type=AttnMaskType.causal,
-                scaled_masked_softmax_fusion=True,
-                mask_func=attention_mask_func,
-                softmax_in_fp32=True,
-                scale=self.scale,
-            )
+        """softcap: scores become softcap x tanh(scores / softcap) (Gemma 2, arXiv:2408.00118). k_channels, v_channels: MLA's head sizes."""
+        if softmax_scale is None and k_channels is not None:
+            softmax_scale = k_channels**-0.5
+        super().__init__(config, *args, softmax_scale=softmax_scale, **kwargs)
+        assert self.attn_mask_type == AttnMaskType.causal, f"only causal attention is implemented, not {self.attn_mask_type}"
+        if self.attention_dropout.p > 0:
+            raise ValueError("attention_dropout is not implemented in the local layer spec; set it to 0")
+        if config.apply_query_key_layer_scaling:
+            raise ValueError("apply_query_key_layer_scaling is not implemented in the local layer spec; set it to false")
+        self.softcap = softcap
+        if self.scale_mask_softmax.window_size is not None:
+            self.scale_mask_softmax.scaled_masked_softmax_fusion = False  # Megatron would pick apex's kernel, which ignores the window
+        self.needs_scores = (
+            self.scale_mask_softmax.scaled_masked_softmax_fusion
+            or self.scale_mask_softmax.window_size is not None
+            or self.softmax_offset is not None
+            or softcap is not None
+        )
 
     def forward(
         self,
@@ -60,22 +60,27 @@ class PackedAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **unused: object,
     ) -> Tensor:
-        """Packed: [T, heads, d] each -> [T, heads * d_value]. Padded: [S, B, heads, d] -> [S, B, heads * d_value]."""
+        """Packed: [T, heads, d] each -> [T, heads * d_value]. Padded: [S, B, heads, d] -> [S, B, heads * d_value].
+
+        attention_mask and attn_mask_type are not read: attention is causal within each sequence.
+        """
         assert attention_bias is None, "an attention bias is not implemented"
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [B, heads, S, d]
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (query, key, value)), strict=True)
-        attended = torch.cat([self._attend(q, k, v) for q, k, v in parts], dim=2)
+        sequences = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (query, key, value)), strict=True)
+        attended = torch.cat([self._attend(q, k, v) for q, k, v in sequences], dim=2)
         return attended.squeeze(0).transpose(0, 1).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, heads, S, d] queries and [B, groups, S, d] keys and values of one length -> [B, heads, S, d_value]."""
         repeats = q.shape[1] // k.shape[1]
-        if self.fused_softmax:
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-            return self.softmax(q @ k.transpose(-1, -2), None) @ v
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=repeats > 1)
+        if not self.needs_scores:
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=repeats > 1)
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        scores = (q * self.softmax_scale) @ k.transpose(-1, -2)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return self.scale_mask_softmax(scores, None, self.softmax_offset) @ v

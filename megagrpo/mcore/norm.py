@@ -20,12 +20,14 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object) -> None:
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if self.zero_centered else 1.0, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden], in the input's dtype; rounded as Hugging Face does, before gamma."""
+        """[..., hidden] -> [..., hidden], in the input's dtype; rounded where the models' Hugging Face code rounds."""
         x = hidden.float()
-        normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
-        return normed * (self.weight + self.offset)
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:  # Gemma's way: in bf16, 1 + weight would drop most of the weight
+            return (normed * (1.0 + self.weight.float())).to(hidden.dtype)
+        return normed.to(hidden.dtype) * self.weight
