@@ -49,6 +49,7 @@ def build_model(hf: dict[str, Any], config: Config, parallel: Parallel) -> list[
             **rope,
             **virtual,
         )
+        _reduce_experts_over_their_own_replicas(chunk)
         chunks.append(chunk.to(parallel.device))
     return chunks
 
@@ -136,6 +137,13 @@ def transformer_config(hf: dict[str, Any], config: Config, parallel: Parallel) -
     return TransformerConfig(**settings)
 
 
+def _reduce_experts_over_their_own_replicas(chunk: GPTModel) -> None:
+    """Megatron takes experts for dense weights while EP is 1, and with expert TP below TP then misses the replicas on TP ranks."""
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # by which DDP and optimizer know an expert's weight
+
+
 def _leave_unset(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
@@ -153,10 +161,11 @@ def _refuse_inexpressible(hf: dict[str, Any]) -> None:
 
 
 def _experts(hf: dict[str, Any], transformer_engine: bool) -> dict[str, Any]:
-    if not hf.get("num_experts"):
+    num_experts = hf.get("num_experts", hf.get("num_local_experts"))  # transformers 5 writes the latter
+    if not num_experts:
         return {}
     return {
-        "num_moe_experts": hf["num_experts"],
+        "num_moe_experts": num_experts,
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_router_topk": hf["num_experts_per_tok"],
         # softmax over the chosen experts equals softmax over all, renormalised
@@ -204,7 +213,7 @@ def _block_spec(
     hf: dict[str, Any], transformer: TransformerConfig, config: Config, parallel: Parallel, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     kinds = {
-        "num_experts": hf.get("num_experts"),
+        "num_experts": transformer.num_moe_experts,
         "moe_grouped_gemm": transformer.moe_grouped_gemm,
         "qk_layernorm": transformer.qk_layernorm,
     }
