@@ -172,10 +172,11 @@ def mismatch_sums(old_logprobs: Tensor, rollout_logprobs: Tensor, *, mask: Tenso
     known = mask & ~rollout_logprobs.isnan()
     old = torch.where(known, old_logprobs.detach(), 0.0)
     rollout = torch.where(known, rollout_logprobs, 0.0)
-    logprob_diff = (old - rollout).abs()
+    prob_diff, logprob_diff = (old.exp() - rollout.exp()).abs(), (old - rollout).abs()
     return {
         "num_rollout_tokens": known.sum(),
-        "rollout_prob_diff": (old.exp() - rollout.exp()).abs().sum(),
+        "rollout_prob_diff": prob_diff.sum(),
+        "rollout_prob_diff_max": prob_diff.max(),
         "rollout_logprob_diff": logprob_diff.sum(),
         "rollout_logprob_diff_max": logprob_diff.max(),
         "rollout_kl": kl_k3(rollout, old).sum(),
@@ -200,6 +201,7 @@ def step_metrics(sums: list[dict[str, float]]) -> dict[str, float]:
         metrics["actor/entropy"] = total["entropy"] / num_tokens
     if num_rollout_tokens:
         metrics["mismatch/prob_diff_mean"] = total["rollout_prob_diff"] / num_rollout_tokens
+        metrics["mismatch/prob_diff_max"] = max(each["rollout_prob_diff_max"] for each in sums)
         metrics["mismatch/logprob_diff_mean"] = total["rollout_logprob_diff"] / num_rollout_tokens
         metrics["mismatch/logprob_diff_max"] = max(each["rollout_logprob_diff_max"] for each in sums)
         metrics["mismatch/kl"] = total["rollout_kl"] / num_rollout_tokens

@@ -46,6 +46,10 @@ class Layout:
 
     def table(self) -> str:
         """The layout in words, a line each for the actor, the rollout and a step's samples."""
+        return "\n".join(f"{name:9}  {words}" for name, words in self.describe().items())
+
+    def describe(self) -> dict[str, str]:
+        """The lines of table() by what they are about."""
         actor, rollout = self.config.actor, self.config.rollout
         sizes = {
             "TP": actor.tensor_model_parallel_size,
@@ -58,12 +62,10 @@ class Layout:
         always = ("TP", "PP")
         shown = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name in always]
         samples = rollout.num_prompts_per_step * rollout.num_samples_per_prompt
-        return "\n".join(
-            [
-                f"processes  {self.world_size}",
-                f"actor      {' '.join(shown)} DP{self.data_parallel_size}",
-                f"rollout    {self.num_engines} engine{'s' if self.num_engines != 1 else ''} of TP{rollout.tensor_parallel_size}",
-                f"step       {rollout.num_prompts_per_step} prompts x {rollout.num_samples_per_prompt} samples = {samples} responses, "
-                f"optimizer steps: {self.config.algorithm.num_epochs * self.config.algorithm.num_mini_batches}",
-            ]
-        )
+        return {
+            "processes": str(self.world_size),
+            "actor": f"{' '.join(shown)} DP{self.data_parallel_size}",
+            "rollout": f"{self.num_engines} engine{'s' if self.num_engines != 1 else ''} of TP{rollout.tensor_parallel_size}",
+            "step": f"{rollout.num_prompts_per_step} prompts x {rollout.num_samples_per_prompt} samples = {samples} responses, "
+            f"optimizer steps: {self.config.algorithm.num_epochs * self.config.algorithm.num_mini_batches}",
+        }

@@ -246,6 +246,7 @@ def test_mismatch_is_measured_on_known_tokens_only():
     assert metrics["mismatch/logprob_diff_mean"] == metrics["mismatch/logprob_diff_max"] == 0.5
     prob = math.exp(-1.5)
     assert metrics["mismatch/prob_diff_mean"] == pytest.approx((math.exp(-1) - prob + prob - math.exp(-2)) / 2)
+    assert metrics["mismatch/prob_diff_max"] == pytest.approx(math.exp(-1) - prob)
     assert metrics["mismatch/kl"] == pytest.approx((0.1065307 + 0.1487213) / 2, abs=1e-7)
 
 
