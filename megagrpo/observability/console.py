@@ -77,7 +77,7 @@ class RunConsole:
     @contextmanager
     def watch(self, describe: Callable[[], str], *, every_s: float) -> Iterator[None]:
         """Show what describe() says is going on, and for how long it has: live on a terminal, elsewhere as a line whenever
-        nothing else was printed for every_s seconds. describe is called from another thread.
+        nothing else was printed for every_s seconds. describe is called at once, and then from another thread.
         """
         activity = _Activity(describe)
         if self._console.quiet:

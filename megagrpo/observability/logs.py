@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -52,21 +53,27 @@ class RankLogs:
             shutil.copyfileobj(self._early, log)
         self._early.close()
 
-    def report_failure(self, error: BaseException, *, phase: str | None) -> None:
-        """Tell on the console why this rank ends: a message for a user's mistake or a full disk, else the traceback.
+    def report_failure(self, error: BaseException, *, phase: str | None, lost: Sequence[str] = ()) -> None:
+        """Tell on the console why this rank ends: which ranks died, or a message for a user's mistake or a full disk, or the traceback.
 
         Only the first rank to fail tells (it leaves failure.txt beside the logs): the others lose their connection to it and
         their tracebacks, which would bury the cause, go to their log files alone.
         """
-        where = f"rank {self._rank} on {socket.gethostname()}" + (f", in phase {phase}" if phase else "")
+        headline = f"rank {self._rank} on {socket.gethostname()} failed" + (f" in phase {phase}" if phase else "")
         details = "".join(traceback.format_exception(error))
         logs = f"logs of all ranks: {self.path.parent}" if self.path else "no log file yet"
-        message = f"error: {error}\n({where})" if _explains_itself(error) else f"{details}{where} failed; {logs}"
+        message = f"error: {error}\n({headline})" if _explains_itself(error) else f"{details}{headline}; {logs}"
         if self._is_first_failure(message):
             self.stderr.write(message + "\n")
             self.stderr.flush()
         with contextlib.suppress(OSError):  # the log's disk may be what is full
-            sys.stderr.write(f"{where} failed:\n{details}")
+            sys.stderr.write(f"{headline}:\n{details}")
+
+    def report_first(self, message: str) -> None:
+        """Show why the run ends, unless another rank has done so."""
+        if self._is_first_failure(message):
+            self.stderr.write(message + "\n")
+            self.stderr.flush()
 
     def _is_first_failure(self, message: str) -> bool:
         if self.path is None:

@@ -95,7 +95,6 @@ def plot_curve(run_dir: Path) -> Path:
     for statistic in ("mean", "max"):
         _draw(mismatch, _curve(metrics, f"mismatch/prob_diff_{statistic}"), label=statistic)
     mismatch.set_yscale("symlog", linthresh=1e-7)  # spans decades, and may be 0
-    mismatch.set_ylim(bottom=0)
     mismatch.set_title("difference of probabilities, rollout and trainer", fontsize=10)
 
     for axes in (learning, length, mismatch):
@@ -136,8 +135,8 @@ def _draw(axes: Axes, curve: _Curve, *, label: str) -> None:
     if len(curve.values) < _SMOOTH_FROM:
         axes.plot(curve.steps, curve.values, ".-", label=label)
         return
-    window = len(curve.values) // 10
-    means = [fmean(curve.values[max(0, i - window) : i + 1]) for i in range(len(curve.values))]
+    reach = len(curve.values) // 20  # to both sides: a mean of the past alone would lag behind
+    means = [fmean(curve.values[max(0, i - reach) : i + reach + 1]) for i in range(len(curve.values))]
     (line,) = axes.plot(curve.steps, means, label=label)
     axes.plot(curve.steps, curve.values, alpha=0.3, color=line.get_color(), linewidth=1)
 
