@@ -26,7 +26,7 @@ from megagrpo.mcore.reference import ReferenceWeights
 from megagrpo.optimizer import StepResult, build_optimizer, build_scheduler, optimizer_step
 from megagrpo.types import MicroBatch
 
-MicroBatchResult = dict[str, Tensor]  # what the loss reports of one micro-batch, on the last pipeline stage
+MicroBatchSums = dict[str, float]  # what the loss reports of one micro-batch, on the last pipeline stage
 
 
 class Actor:
@@ -64,7 +64,7 @@ class Actor:
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor] | None:
         """Per micro-batch the current policy's log-probabilities [T] on the last stage, None off it."""
 
-        def report(logits: Tensor, micro_batch: MicroBatch, index: int) -> tuple[Tensor, MicroBatchResult]:
+        def report(logits: Tensor, micro_batch: MicroBatch, index: int) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, _ = self._logprobs(logits, micro_batch, with_entropy=False)
             return logprobs.new_zeros(()), {"logprobs": logprobs}
 
@@ -73,7 +73,7 @@ class Actor:
 
     def update(
         self, micro_batches: list[MicroBatch], *, old_logprobs: list[Tensor] | None, ref_logprobs: list[Tensor] | None
-    ) -> tuple[StepResult, list[MicroBatchResult]]:
+    ) -> tuple[StepResult, list[MicroBatchSums]]:
         """One optimizer step on the micro-batches of this data-parallel rank.
 
         old_logprobs None means strictly on-policy: the current ones, detached. Returns the step's result and, on the last stage,
@@ -81,7 +81,7 @@ class Actor:
         """
         algorithm = self.config.algorithm
 
-        def loss(logits: Tensor, micro_batch: MicroBatch, index: int) -> tuple[Tensor, MicroBatchResult]:
+        def loss(logits: Tensor, micro_batch: MicroBatch, index: int) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._logprobs(logits, micro_batch, with_entropy=True)
             return grpo_loss(
                 logprobs,
@@ -96,7 +96,8 @@ class Actor:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         results = forward_backward(self._ddp, micro_batches, loss_function=loss, parallel=self.parallel, forward_only=False)
-        return optimizer_step(self._optimizer, self._scheduler), results
+        sums = [{name: value.item() for name, value in result.items()} for result in results]
+        return optimizer_step(self._optimizer, self._scheduler), sums
 
     def release_state(self) -> None:
         """Give back the memory of gradients and optimizer state, as far as the settings say; the weights stay for the sync."""

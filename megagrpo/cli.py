@@ -61,9 +61,15 @@ def main(argv: list[str] | None = None) -> int:
             return _refuse(f"WORLD_SIZE={world_size} but no RANK in the environment: start with torchrun or bash scripts/train_grpo.sh")
         _set_up_single_process()
 
-    from megagrpo.train import run  # imports torch and vLLM: seconds, and not needed above
+    # torch, Megatron and vLLM are imported from here on: seconds, and not needed above
+    from megagrpo.environment import prepare_environment
+    from megagrpo.observability.logs import RankLogs
 
-    run(config)
+    logs = RankLogs(rank=int(os.environ["RANK"]))
+    prepare_environment(config)
+    from megagrpo.train import run
+
+    run(config, logs)
     return 0
 
 

@@ -116,7 +116,7 @@ class RolloutEngine:
         """This engine's share of the step's samples (on its leader; the other ranks get an empty list).
 
         prompts are the whole step's, the same on every rank; groups stay whole. Every sample has its own seed, made of the run's
-        seed, purpose, step, prompt and index, so that layouts and engines do not change what is drawn.
+        seed, purpose, step, prompt and sample id, so that layouts and engines do not change what is drawn.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -128,8 +128,7 @@ class RolloutEngine:
         ]
         requests, params = [], []
         for sample_id in ids:
-            group, index = divmod(sample_id, num_samples_per_prompt)
-            prompt = prompts[group]
+            prompt = prompts[sample_id // num_samples_per_prompt]
             requests.append({"prompt_token_ids": prompt.token_ids})
             params.append(
                 SamplingParams(
@@ -137,7 +136,7 @@ class RolloutEngine:
                     top_p=rollout.top_p if temperature else 1.0,
                     top_k=rollout.top_k if temperature else 0,
                     max_tokens=rollout.max_response_length,
-                    seed=_seed(self._seed, purpose, step, prompt.id, index),
+                    seed=_seed(self._seed, purpose, step, prompt.id, sample_id),
                     logprobs=0 if purpose == "train" and _in_fraction(sample_id, self._logprob_fraction) else None,
                     flat_logprobs=True,
                     stop=rollout.stop or None,

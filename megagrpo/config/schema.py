@@ -216,7 +216,7 @@ class Optimizer(Section):
     """Adam or SGD, and the learning-rate schedule. Megatron's names."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    """Update rule."""
+    """Update rule; sgd needs actor.use_distributed_optimizer=false."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0

@@ -64,6 +64,11 @@ class WeightStream:
         self._local = {name: parameter for name, parameter in named_parameters(chunks) if not self._repeats_embedding(name)}
         self._entries = self._agree(tensor_rank, expert_tensor_rank)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, padding of the vocabulary included."""
+        return sum(shard.shape.numel() for entry in self._entries for shard in entry.shards)
+
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Lists of (Hugging Face name, full tensor) of at most bucket_bytes each; a larger parameter comes alone.
 

@@ -125,7 +125,9 @@ def transformer_config(hf: dict[str, Any], config: Config, parallel: Parallel) -
         "sequence_parallel": actor.sequence_parallel,
         "num_layers_in_first_pipeline_stage": actor.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": actor.num_layers_in_last_pipeline_stage,
-        "variable_seq_lengths": True,
+        # interleaved, two stages would mix up the shapes they exchange: batching.py makes the lengths equal instead
+        "variable_seq_lengths": parallel.vpp_size == 1,
+        "batch_p2p_comm": parallel.vpp_size == 1,
         "moe_token_dispatcher_type": "alltoall",  # the one that takes variable lengths; checked for dense models too
         "calculate_per_token_loss": False,
         "finalize_model_grads_func": finalize_model_grads,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ def forward_backward(
         )
         return logits, partial(scaled_loss, micro_batch=micro_batch, index=index)
 
-    def scaled_loss(logits: Tensor, *, micro_batch: MicroBatch, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def scaled_loss(logits: Tensor, *, micro_batch: MicroBatch, index: int) -> tuple[Tensor, tuple[int, dict[str, Tensor]]]:
         loss, metrics = loss_function(logits.squeeze(0), micro_batch, index)
-        return loss * scale, {"index": index, **metrics}
+        return loss * scale, (index, metrics)
 
     with torch.set_grad_enabled(not forward_only):
         results = get_forward_backward_func()(
@@ -56,8 +57,7 @@ def forward_backward(
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    ordered = sorted(results, key=lambda metrics: metrics["index"])
-    return [{name: value for name, value in metrics.items() if name != "index"} for metrics in ordered]
+    return [metrics for _, metrics in sorted(results, key=itemgetter(0))]
 
 
 def _packed(micro_batch: MicroBatch) -> PackedSeqParams:

@@ -1,0 +1,1 @@
+"""The life of the processes of a run: who is alive, what each was doing, how they end."""

@@ -1,0 +1,168 @@
+"""Everything a run needs, built in the one order that works, and ended in the reverse of it.
+
+Configuration -> Session. Process group -> engine -> Megatron: vLLM checks free memory and profiles while it starts, so nothing else
+may be on the device yet; and its shutdown, which destroys the default process group, comes last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.actor import Actor
+from megagrpo.config.loader import dump_config
+from megagrpo.config.paths import resolve_data_files, resolve_model_path
+from megagrpo.config.schema import Config
+from megagrpo.hf_mapping.families import mapping_for
+from megagrpo.hf_mapping.folder import read_config
+from megagrpo.lifecycle.peers import PhaseBoard, end_on_sigterm
+from megagrpo.mcore.cpu import prepare_cpu
+from megagrpo.mcore.model import resolve_fusions
+from megagrpo.mcore.parallel import Parallel, init_distributed, init_model_parallel
+from megagrpo.observability.console import RunConsole, phase_words
+from megagrpo.observability.jsonl import writing
+from megagrpo.observability.logs import RankLogs, new_attempt
+from megagrpo.observability.run_facts import run_facts
+from megagrpo.observability.timers import StepTimer
+from megagrpo.observability.trackers import Trackers
+from megagrpo.prompts import PromptSampler, load_prompts
+from megagrpo.rewards import Scorer
+from megagrpo.rollouts import RolloutEngine, stop_token_ids
+from megagrpo.types import Prompt
+
+_SECONDS_BETWEEN_SIGNS_OF_LIFE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The parts of a run on this rank."""
+
+    config: Config
+    run_dir: Path
+    model_dir: Path
+    parallel: Parallel
+    tokenizer: Any
+    prompts: PromptSampler
+    val_prompts: list[Prompt]
+    val_name: str
+    engine: RolloutEngine
+    actor: Actor
+    scorer: Scorer
+    timer: StepTimer
+    console: RunConsole
+    trackers: Trackers | None  # on rank 0
+    board: PhaseBoard
+
+
+@contextmanager
+def start(config: Config, logs: RankLogs) -> Iterator[Session]:
+    """Build the session, and end it when the block is left without an exception."""
+    device = init_distributed(config)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    run_dir, attempt_dir = _make_directories(config, rank)
+    logs.open(attempt_dir)
+    board = PhaseBoard(attempt_dir, rank=rank)
+    end_on_sigterm(lambda: _report_lost(logs, board))
+    console = RunConsole(logs.stdout, quiet=rank != 0)
+    timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
+
+    with console.watch(lambda: phase_words(timer.current), every_s=_SECONDS_BETWEEN_SIGNS_OF_LIFE):
+        with timer.phase("loading tokenizer and data"):
+            model_dir = resolve_model_path(config.model.path)
+            hf_config = read_config(model_dir)
+            mapping = mapping_for(hf_config)
+            tokenizer = _load_tokenizer(resolve_model_path(config.model.tokenizer_path or config.model.path))
+            train = load_prompts(config.data.train_files, config, tokenizer, "train")
+            val = load_prompts(config.data.val_files, config, tokenizer, "val") if config.data.val_files else []
+            scorer = Scorer(config)
+        with timer.phase("starting vLLM"):
+            stop_ids = stop_token_ids(tokenizer, _read_generation_config(model_dir))
+            engine = RolloutEngine(model_dir, hf_config, config, device=device, stop_token_ids=stop_ids)
+        with timer.phase("building the Megatron model"):
+            if device.type == "cpu":
+                prepare_cpu()
+            parallel = init_model_parallel(config, device)
+            actor = Actor(hf_config, model_dir, mapping, config, parallel, total_updates=_total_updates(config))
+        trackers = Trackers(run_dir, config) if rank == 0 else None
+        console.start_panel(
+            run_facts(
+                config,
+                world_size=world_size,
+                num_parameters=actor.stream.num_parameters,
+                device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process",
+                fusions=resolve_fusions(config.actor, device),
+                run_dir=run_dir,
+            )
+        )
+        timer.finish_step()  # what follows is the steps' own time
+        yield Session(
+            config=config,
+            run_dir=run_dir,
+            model_dir=model_dir,
+            parallel=parallel,
+            tokenizer=tokenizer,
+            prompts=PromptSampler(
+                train, num_prompts_per_step=config.rollout.num_prompts_per_step, seed=config.trainer.seed, shuffle=config.data.shuffle
+            ),
+            val_prompts=val[: config.evaluation.max_prompts],
+            val_name=_dataset_name(config),
+            engine=engine,
+            actor=actor,
+            scorer=scorer,
+            timer=timer,
+            console=console,
+            trackers=trackers,
+            board=board,
+        )
+    scorer.close()
+    if trackers:
+        trackers.close()
+    dist.barrier()
+    engine.shutdown()
+
+
+def _make_directories(config: Config, rank: int) -> tuple[Path, Path]:
+    """The run's directory and this start's log directory, made by rank 0, which names them for all."""
+    made: list[Any] = [None]
+    if rank == 0:
+        model = Path(config.model.path).name
+        run_dir = Path(config.trainer.runs_dir) / (config.trainer.name or f"{model}-{datetime.now():%Y%m%d-%H%M%S}")
+        with writing(run_dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.yaml").write_text(dump_config(config))
+        made = [(run_dir, new_attempt(run_dir))]
+    dist.broadcast_object_list(made)
+    return made[0]
+
+
+def _report_lost(logs: RankLogs, board: PhaseBoard) -> None:
+    if lost := board.lost():
+        logs.report_first("\n".join(["error: a rank was lost", *lost]))
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _read_generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _total_updates(config: Config) -> int:
+    return config.trainer.total_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
+
+
+def _dataset_name(config: Config) -> str:
+    files = resolve_data_files(config.data.val_files, split="val")
+    return "demo" if config.data.val_files == "demo" else "+".join(Path(file.partition(":")[2] or file).stem for file in files)
