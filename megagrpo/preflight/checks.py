@@ -185,7 +185,7 @@ def _check_batch(config: Config, layout: Layout) -> Iterator[str]:
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}; lower it"
     if optimizer.optimizer == "sgd" and config.actor.use_distributed_optimizer:
-        yield "optimizer.optimizer=sgd cannot be sharded (Megatron's distributed optimizer is Adam's); set actor.use_distributed_optimizer=false"
+        yield "optimizer.optimizer=sgd is not sharded by Megatron, only adam is; set actor.use_distributed_optimizer=false"
 
 
 def _check_kernels(config: Config) -> Iterator[str]:

@@ -64,10 +64,10 @@ def test_many_samples_fill_the_budget_and_are_balanced(lengths, dp_size):
 
 
 def test_ranks_are_balanced_by_attention_too():
-    lengths = np.array([32_000, 32_000] + [8_000] * 8)  # 4 short ones have the tokens of a long one, and cost half of it
+    # By tokens alone one rank would get both long ones (32 + 30 thousand against 31 + 31), at nearly twice the other's cost.
+    lengths = np.array([32_000, 30_000] + [7_750] * 8)
     plan = plan_micro_batches(lengths, dp_size=2, max_tokens=32_000)
-    assert [sorted(lengths[chosen].sum() for chosen in rank) for rank in plan] == [[32_000, 32_000]] * 2
-    assert all(sum(lengths[chosen].max() == 32_000 for chosen in rank) == 1 for rank in plan)
+    assert [sum(lengths[chosen].max() >= 30_000 for chosen in rank) for rank in plan] == [1, 1]
 
 
 def test_fewer_samples_than_ranks_leave_empty_micro_batches():

@@ -85,6 +85,7 @@ def test_what_fits_passes(problems_of, overrides, world_size, model):
         (["algorithm.num_mini_batches=5"], "algorithm.num_mini_batches=5 does not divide rollout.num_prompts_per_step=32"),
         (["rollout.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2"], "a mini-batch has 4 samples for 8 data-parallel ranks"),
         (["optimizer.min_lr=1.0"], "optimizer.min_lr=1.0 is above optimizer.lr=1e-06"),
+        (["optimizer.optimizer=sgd"], "set actor.use_distributed_optimizer=false"),
         (["actor.context_parallel_size=2", "trainer.device=cpu"], "actor.context_parallel_size=2 needs a GPU and TransformerEngine"),
         (["actor.transformer_impl=transformer_engine", "trainer.device=cpu"], "needs a GPU and TransformerEngine"),
         (["data.train_files=[]"], "data.train_files names no file"),
