@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -64,6 +65,8 @@ def prepare_cpu() -> None:
     _replace_cuda_calls()
     _fill_gaps_of_gloo()
     _CudaMeansCpu().__enter__()
+    # Megatron reads .grad of shards of parameters; below a TorchFunctionMode torch blames this file for it
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def _replace_cuda_calls() -> None:
