@@ -53,7 +53,7 @@ def make_mini_batches(
         plan = plan_micro_batches(lengths, dp_size=dp_size, max_tokens=config.actor.max_tokens_per_micro_batch, multiple_of=multiple_of)
         pad_to = pad_to_multiple_of
         if equal_lengths:
-            pad_to = _round_up(max(int(lengths[chosen].sum()) for chosen in plan[dp_rank]), pad_to_multiple_of)
+            pad_to = _round_up(max(1, *(int(lengths[chosen].sum()) for chosen in plan[dp_rank])), pad_to_multiple_of)
         mini_batches.append(
             [pack(mini_batch, chosen, advantages[members], weights, pad_to_multiple_of=pad_to, device=device) for chosen in plan[dp_rank]]
         )
