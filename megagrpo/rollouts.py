@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megagrpo.config.schema import Config
 from megagrpo.hf_mapping.families import head_dim
 from megagrpo.types import Prompt, Sample
+from megagrpo.vllm_cpu import prepare_vllm_cpu
 
 _GPU_SHARE_ALONE, _GPU_SHARE_BESIDE_TRAINER = 0.85, 0.4  # of the device, weights and KV cache together
 
@@ -58,6 +59,8 @@ class RolloutEngine:
         groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in range(0, world_size, size)]
         self._group = groups[self.index]
 
+        if not self._sleeps:
+            prepare_vllm_cpu()
         with _global_rng_kept():
             self._llm = LLM(
                 model=str(model_dir),

@@ -32,4 +32,5 @@ def score_and_gather(
 
 def decode(tokenizer: Any, samples: list[Sample]) -> list[str]:
     """The responses as text, without special tokens."""
-    return tokenizer.batch_decode([sample.response_ids.tolist() for sample in samples], skip_special_tokens=True)
+    # of an empty batch transformers makes one empty text
+    return tokenizer.batch_decode([s.response_ids.tolist() for s in samples], skip_special_tokens=True) if samples else []

@@ -11,7 +11,7 @@ SOURCES = [path for folder in ("megagrpo", "scripts", "tests", "tools", "benchma
 SHELL = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci/run"]
 
 ONLY_IN = {
-    "vllm": ("rollouts.py", "weight_sync.py", "engine_weights.py"),
+    "vllm": ("rollouts.py", "weight_sync.py", "vllm_cpu.py"),
     "megatron": ("mcore/", "logprobs.py", "optimizer.py", "checkpoint.py"),
 }
 NOT_IN = {"torch": ("config/", "preflight/", "cli.py"), "transformers": ("config/", "preflight/", "cli.py")}
