@@ -22,6 +22,7 @@ class EngineWeights:
         self._packed = {part: (fused, parts) for fused, parts in model.packed_modules_mapping.items() for part in parts}
         self._visited: set[tuple[str, str]] = set()
         self._experts: dict[str, dict[str, Tensor]] = {}  # expert name -> its tensors seen so far
+        self._computed: tuple[str, Tensor] | None = None  # the repacked layer looked at last
         self.num_compared = 0
 
     def differences(self, name: str, expected: Tensor) -> list[str]:
@@ -38,18 +39,18 @@ class EngineWeights:
         self._visited.add((module_name, leaf))
         self.num_compared += 1
         shard, rows = _local_part(module, expected, parts.index(child) if len(parts) > 1 else None)
-        held = _computed_weight(module, shard.shape[1]) if leaf == "weight" and hasattr(module, "cpu_linear") else getattr(module, leaf)
-        held = held[rows]
-        return [] if held.shape == shard.shape and torch.equal(held.float(), shard.to(held.device, self._dtype(held)).float()) else [name]
+        same = self._holds(self._weight(module_name, leaf)[rows], shard)
+        if module_name == "model.embed_tokens" and self._head_is_tied() and hasattr(self._modules["lm_head"], "cpu_linear"):
+            same &= self._holds(self._weight("lm_head", "weight")[rows], shard)  # packed by itself: see repack_tied_head
+        return [] if same else [name]
 
     def unvisited(self) -> list[str]:
         """Parameters of the engine that no call of `differences` has compared."""
         missing = []
         for module_name, module in self._modules.items():
-            for leaf, _ in module.named_parameters(recurse=False):
-                tied = hasattr(module, "shard_indices") and self._is_tied(module)
-                if (module_name, leaf) not in self._visited and not (tied and module_name.endswith("lm_head")):
-                    missing.append(f"{module_name}.{leaf}")
+            if module_name == "lm_head" and self._head_is_tied():
+                continue  # compared along with the embedding
+            missing += [f"{module_name}.{leaf}" for leaf in module._parameters if self._is_unvisited(module_name, leaf)]
         return missing
 
     def forget_packed_experts(self) -> None:
@@ -60,17 +61,29 @@ class EngineWeights:
 
     def repack_tied_head(self) -> None:
         """Pack a tied head again from the embedding: on CPU it computes from a packed copy, which a reload leaves stale."""
-        head = self._modules.get("lm_head")
-        if head is not None and hasattr(head, "cpu_linear") and self._is_tied(head):
+        head = self._modules["lm_head"]
+        if self._head_is_tied() and hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
 
-    def _is_tied(self, module: nn.Module) -> bool:
-        embedding = self._modules.get("model.embed_tokens")
-        return embedding is not None and embedding is not module and embedding.weight.data_ptr() == module.weight.data_ptr()
+    def _head_is_tied(self) -> bool:
+        return self._modules["lm_head"].weight.data_ptr() == self._modules["model.embed_tokens"].weight.data_ptr()
 
-    def _dtype(self, held: Tensor) -> torch.dtype:
-        """The precision the engine was loaded in; it may keep a copy of a small tensor in a higher one."""
-        return self._modules["model.norm"].weight.dtype if held.is_floating_point() else held.dtype
+    def _is_unvisited(self, module_name: str, leaf: str) -> bool:
+        return self._modules[module_name]._parameters[leaf] is not None and (module_name, leaf) not in self._visited
+
+    def _weight(self, module_name: str, leaf: str) -> Tensor:
+        """The whole local tensor, as stored or, where it was repacked, as computed; projections of one layer ask for it in a row."""
+        module = self._modules[module_name]
+        if leaf != "weight" or not hasattr(module, "cpu_linear"):
+            return getattr(module, leaf)
+        if self._computed is None or self._computed[0] != module_name:
+            self._computed = module_name, _computed_weight(module)
+        return self._computed[1]
+
+    def _holds(self, held: Tensor, expected: Tensor) -> bool:
+        """Whether both are equal in the precision of the engine, which may keep a small tensor in a higher one."""
+        expected = expected.to(held.device, self._modules["model.norm"].weight.dtype)
+        return held.shape == expected.shape and torch.equal(held.float(), expected.float())
 
     def _expert_differences(self, name: str, expected: Tensor) -> list[str]:
         expert, projection = name.removesuffix(".weight").rsplit(".", 1)
@@ -121,10 +134,11 @@ def _expert_part(experts: nn.Module, full: Tensor, axis: int) -> Tensor:
     return full.narrow(axis, rank * size, size).to(experts.w13_weight.device, experts.w13_weight.dtype)
 
 
-def _computed_weight(module: nn.Module, in_features: int) -> Tensor:
+def _computed_weight(module: nn.Module) -> Tensor:
     """[out, in] of a repacked linear layer: what it makes of the rows of the identity matrix, which is exact in any precision."""
-    dtype = getattr(module, "params_dtype", None) or module.weight.dtype
-    identity = torch.eye(in_features, dtype=dtype)
+    is_head = hasattr(module, "shard_indices")
+    in_features = module.embedding_dim if is_head else getattr(module, "input_size_per_partition", 0) or module.input_size
+    identity = torch.eye(in_features, dtype=module.weight.dtype if is_head else module.params_dtype)
     return torch.cat([module.quant_method.apply(module, rows, bias=None) for rows in identity.split(_PROBE_ROWS)]).t()
 
 

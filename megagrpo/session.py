@@ -62,20 +62,42 @@ class Session:
     board: PhaseBoard
 
 
-@contextmanager
-def start(config: Config, logs: RankLogs) -> Iterator[Session]:
-    """Build the session, and end it when the block is left without an exception."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run happens: this rank's device and the run's files, known before anything heavy is built."""
+
+    device: torch.device
+    run_dir: Path
+    board: PhaseBoard
+
+
+def join(config: Config, logs: RankLogs) -> Place:
+    """Meet the other ranks, agree on the run's directory, and log into it. From here on a lost rank is noticed and named."""
     device = init_distributed(config)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     run_dir, attempt_dir = _make_directories(config, rank)
     logs.open(attempt_dir)
     board = PhaseBoard(attempt_dir, rank=rank)
     end_on_sigterm(lambda: _report_lost(logs, board))
+    return Place(device, run_dir, board)
+
+
+@contextmanager
+def start(config: Config, logs: RankLogs, place: Place) -> Iterator[Session]:
+    """Build the session, and end it when the block is left without an exception."""
+    device, run_dir, board = place.device, place.run_dir, place.board
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     console = RunConsole(logs.stdout, quiet=rank != 0)
     timer = StepTimer(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
 
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        board.enter(name, step=0)
+        with timer.phase(name):
+            yield
+
     with console.watch(lambda: phase_words(timer.current), every_s=_SECONDS_BETWEEN_SIGNS_OF_LIFE):
-        with timer.phase("loading tokenizer and data"):
+        with stage("loading tokenizer and data"):
             model_dir = resolve_model_path(config.model.path)
             hf_config = read_config(model_dir)
             mapping = mapping_for(hf_config)
@@ -83,10 +105,10 @@ def start(config: Config, logs: RankLogs) -> Iterator[Session]:
             train = load_prompts(config.data.train_files, config, tokenizer, "train")
             val = load_prompts(config.data.val_files, config, tokenizer, "val") if config.data.val_files else []
             scorer = Scorer(config)
-        with timer.phase("starting vLLM"):
+        with stage("starting vLLM"):
             stop_ids = stop_token_ids(tokenizer, _read_generation_config(model_dir))
             engine = RolloutEngine(model_dir, hf_config, config, device=device, stop_token_ids=stop_ids)
-        with timer.phase("building the Megatron model"):
+        with stage("building the Megatron model"):
             if device.type == "cpu":
                 prepare_cpu()
             parallel = init_model_parallel(config, device)

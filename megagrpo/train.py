@@ -26,7 +26,7 @@ from megagrpo.observability.report import plot_curve, summarise
 from megagrpo.observability.rollout_log import rollout_rows, write_rollouts
 from megagrpo.optimizer import StepResult
 from megagrpo.scoring import decode, score_and_gather
-from megagrpo.session import Session, start
+from megagrpo.session import Place, Session, join, start
 from megagrpo.types import MicroBatch, Prompt, Sample
 from megagrpo.weight_sync import sync_weights, verify_weights
 
@@ -35,14 +35,15 @@ _NUM_SAMPLES_SHOWN = 3
 
 def run(config: Config, logs: RankLogs) -> None:
     """Train as configured, and show and save what came of it. A failure is reported once, then this process ends with status 1."""
-    session: Session | None = None
+    place: Place | None = None
     try:
-        with start(config, logs) as session:
+        place = join(config, logs)
+        with start(config, logs, place) as session:
             train(session)
             finish(session)
     except BaseException as error:
-        phase = session.timer.current if session else "setting up"
-        logs.report_failure(error, phase=phase, lost=session.board.lost() if session else [])
+        where, lost = (place.board.current, place.board.lost()) if place else ("joining the other ranks", [])
+        logs.report_failure(error, phase=where, lost=lost)
         os._exit(1)  # at once: other threads may wait for ranks that are gone, and torchrun ends the rest
 
 

@@ -29,7 +29,8 @@ class PhaseBoard:
 
     def enter(self, phase: str, *, step: int) -> None:
         """Say what this rank does from now on."""
-        line = f"{os.getpid()} {socket.gethostname()} step {step}, {phase}"
+        self.current = f"step {step}, {phase}"
+        line = f"{os.getpid()} {socket.gethostname()} {self.current}"
         os.pwrite(self._file, f"{line[:_WIDTH]:{_WIDTH}}\n".encode(), 0)
 
     def lost(self) -> list[str]:

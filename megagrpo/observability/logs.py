@@ -59,7 +59,7 @@ class RankLogs:
         Only the first rank to fail tells (it leaves failure.txt beside the logs): the others lose their connection to it and
         their tracebacks, which would bury the cause, go to their log files alone.
         """
-        headline = f"rank {self._rank} on {socket.gethostname()} failed" + (f" in phase {phase}" if phase else "")
+        headline = f"rank {self._rank} on {socket.gethostname()} failed" + (f" in {phase}" if phase else "")
         details = "".join(traceback.format_exception(error))
         logs = f"logs of all ranks: {self.path.parent}" if self.path else "no log file yet"
         message = f"error: {error}\n({headline})" if _explains_itself(error) else f"{details}{headline}; {logs}"

@@ -76,7 +76,7 @@ def test_a_crash_is_told_once_with_rank_phase_and_traceback(tmp_path):
     ended = run_program(FAILURE_PROGRAM, tmp_path, 1, "1 / 0")
     assert ended.returncode == 1 and ended.stdout == ""
     assert "Traceback" in ended.stderr and "ZeroDivisionError: division by zero" in ended.stderr
-    assert re.search(rf"rank 1 on \S+ failed in phase gen; logs of all ranks: {tmp_path}$", ended.stderr.strip())
+    assert re.search(rf"rank 1 on \S+ failed in gen; logs of all ranks: {tmp_path}$", ended.stderr.strip())
 
     late = run_program(FAILURE_PROGRAM, tmp_path, 0, "raise RuntimeError('connection closed by peer')")
     assert (late.returncode, late.stderr) == (1, ""), "what follows from a failure must not bury it"
