@@ -5,11 +5,9 @@ It runs stages 6 to 8 (logprobs, loss, optimizer) over micro-batches; where thos
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megagrpo.config.schema import Config
@@ -19,7 +17,7 @@ from megagrpo.hf_mapping.stream import WeightStream
 from megagrpo.logprobs import vocab_parallel_logprobs
 from megagrpo.loss import grpo_loss
 from megagrpo.mcore.model import build_model, wrap_ddp
-from megagrpo.mcore.offload import Parking, gradient_storages, optimizer_storages, parameter_storages
+from megagrpo.mcore.offload import ActorMemory
 from megagrpo.mcore.parallel import Parallel
 from megagrpo.mcore.pipeline import forward_backward
 from megagrpo.mcore.reference import ReferenceWeights
@@ -45,14 +43,14 @@ class Actor:
             tensor=(parallel.tp_rank, parallel.tp_size),
             expert_tensor=(parallel.etp_rank, parallel.etp_size),
         )
-        self._ddp = wrap_ddp(self.chunks, config)
-        self._optimizer = build_optimizer(config, self._ddp)
-        self._scheduler = build_scheduler(config, self._optimizer, total_updates)
+        self.ddp = wrap_ddp(self.chunks, config)
+        self.optimizer = build_optimizer(config, self.ddp)
+        self._scheduler = build_scheduler(config, self.optimizer, total_updates)
         self._reference = ReferenceWeights(self.chunks) if config.algorithm.kl_coef > 0 else None
         self.stream = WeightStream(
             self.chunks, mapping, tensor_rank=parallel.tp_rank, expert_tensor_rank=parallel.etp_rank, device=parallel.device
         )
-        self._memory = _Memory(config, parallel.device)
+        self._memory = ActorMemory(config.actor, parallel.device)
 
     def reference_logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor] | None:
         """Per micro-batch the reference's log-probabilities [T] on the last stage (None off it, and where no KL term asks)."""
@@ -68,7 +66,7 @@ class Actor:
             logprobs, _ = self._logprobs(logits, micro_batch, with_entropy=False)
             return logprobs.new_zeros(()), {"logprobs": logprobs}
 
-        results = forward_backward(self._ddp, micro_batches, loss_function=report, parallel=self.parallel, forward_only=True)
+        results = forward_backward(self.ddp, micro_batches, loss_function=report, parallel=self.parallel, forward_only=True)
         return [result["logprobs"] for result in results] if self.parallel.is_last_stage else None
 
     def update(
@@ -92,21 +90,21 @@ class Actor:
                 ref_logprobs=ref_logprobs[index] if ref_logprobs else None,
             )
 
-        for chunk in self._ddp:
+        for chunk in self.ddp:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        results = forward_backward(self._ddp, micro_batches, loss_function=loss, parallel=self.parallel, forward_only=False)
+        self.optimizer.zero_grad()
+        results = forward_backward(self.ddp, micro_batches, loss_function=loss, parallel=self.parallel, forward_only=False)
         sums = [{name: value.item() for name, value in result.items()} for result in results]
-        return optimizer_step(self._optimizer, self._scheduler), sums
+        return optimizer_step(self.optimizer, self._scheduler), sums
 
     def release_state(self) -> None:
         """Give back the memory of gradients and optimizer state, as far as the settings say; the weights stay for the sync."""
-        self._optimizer.zero_grad()
-        self._memory.release_state(self._ddp, self._optimizer)
+        self.optimizer.zero_grad()
+        self._memory.release_state(self.ddp, self.optimizer)
 
     def release_weights(self) -> None:
         """Give back the memory of the weights, as far as the settings say."""
-        self._memory.release_weights(self._ddp)
+        self._memory.release_weights(self.ddp)
 
     def restore(self) -> None:
         """Take all released memory again."""
@@ -121,40 +119,3 @@ class Actor:
             temperature=self.config.rollout.temperature,
             with_entropy=with_entropy,
         )
-
-
-class _Memory:
-    """What actor.{param,grad,optimizer}_offload release between the phases."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        actor = config.actor
-        wanted = {name: getattr(actor, name) for name in ("param_offload", "grad_offload", "optimizer_offload")}
-        on_cpu = device.type == "cpu"
-        if on_cpu and any(wanted.values()):
-            names = ", ".join(f"actor.{name}" for name, on in wanted.items() if on)
-            warnings.warn(f"{names} has no effect on CPU: there is no device memory to free", stacklevel=2)
-        self._params = Parking(keep_content=True) if wanted["param_offload"] and not on_cpu else None
-        self._grads = Parking(keep_content=False) if wanted["grad_offload"] and not on_cpu else None
-        self._optimizer = Parking(keep_content=True) if wanted["optimizer_offload"] and not on_cpu else None
-
-    def release_state(self, ddp_chunks: list, optimizer: object) -> None:
-        if self._grads:
-            self._grads.release(gradient_storages(ddp_chunks))
-        if self._optimizer:
-            self._optimizer.release(optimizer_storages(optimizer, ddp_chunks))
-        _empty_cache()
-
-    def release_weights(self, ddp_chunks: list) -> None:
-        if self._params:
-            self._params.release(parameter_storages(ddp_chunks))
-        _empty_cache()
-
-    def restore(self) -> None:
-        for parking in (self._params, self._grads, self._optimizer):
-            if parking:
-                parking.restore()
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

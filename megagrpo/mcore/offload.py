@@ -6,10 +6,47 @@ own optimizer.offload_to_cpu allocates unpinned memory anew every time.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from megagrpo.config.schema import Actor
+
+
+class ActorMemory:
+    """What actor.{param,grad,optimizer}_offload release between the phases; on CPU nothing, with a warning."""
+
+    def __init__(self, actor: Actor, device: torch.device) -> None:
+        wanted = [name for name in ("param_offload", "grad_offload", "optimizer_offload") if getattr(actor, name)]
+        if device.type == "cpu" and wanted:
+            names = " and ".join(f"actor.{name}" for name in wanted)
+            warnings.warn(f"{names} has no effect on CPU: there is no device memory to free", stacklevel=2)
+            wanted = []
+        self._params = Parking(keep_content=True) if "param_offload" in wanted else None
+        self._grads = Parking(keep_content=False) if "grad_offload" in wanted else None
+        self._optimizer = Parking(keep_content=True) if "optimizer_offload" in wanted else None
+
+    def release_state(self, ddp_chunks: list, optimizer: object) -> None:
+        """Give back gradients and optimizer state; the weights stay, for the sync."""
+        if self._grads:
+            self._grads.release(gradient_storages(ddp_chunks))
+        if self._optimizer:
+            self._optimizer.release(optimizer_storages(optimizer, ddp_chunks))
+        _empty_cache()
+
+    def release_weights(self, ddp_chunks: list) -> None:
+        """Give back the weights."""
+        if self._params:
+            self._params.release(parameter_storages(ddp_chunks))
+        _empty_cache()
+
+    def restore(self) -> None:
+        """Take everything again."""
+        for parking in (self._params, self._grads, self._optimizer):
+            if parking:
+                parking.restore()
 
 
 class Parking:
@@ -84,3 +121,8 @@ def _one_per_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         by_storage.setdefault(tensor.untyped_storage().data_ptr(), tensor)
     return list(by_storage.values())
+
+
+def _empty_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

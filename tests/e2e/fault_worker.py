@@ -45,9 +45,9 @@ def main(out: Path, arguments: list[str]) -> None:
                 "none": lambda name, tensor: tensor,
                 "swapped": lambda name, tensor: originals[down[1 - down.index(name)]] if name in down else tensor,
                 "stale_projection": lambda name, t: t + 1e-3 if name == "model.layers.2.self_attn.k_proj.weight" else t,
-                "one_element": lambda name, t: torch.where(torch.arange(t.numel()) == 5, t + 1e-3, t)
-                if name == "model.layers.3.input_layernorm.weight"
-                else t,
+                "one_element": lambda name, t: (
+                    torch.where(torch.arange(t.numel()) == 5, t + 1e-3, t) if name == "model.layers.3.input_layernorm.weight" else t
+                ),
                 "stale_expert": lambda name, t: t * 1.01 if name == moe else t,
                 "embedding": lambda name, t: t * 1.01 if name == "model.embed_tokens.weight" else t,
             }

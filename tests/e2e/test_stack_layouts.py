@@ -59,7 +59,8 @@ def references(models, tmp_path_factory) -> dict[str, dict]:
     """Reports of one-process runs."""
     root = tmp_path_factory.mktemp("references")
     return {
-        name: run(models[name], root / name, num_processes=1, actor={}, rollout={}) | {"dir": root / name} for name in ("llama", "qwen2", "qwen3_moe")
+        name: run(models[name], root / name, num_processes=1, actor={}, rollout={}) | {"dir": root / name}
+        for name in ("llama", "qwen2", "qwen3_moe")
     }
 
 
@@ -81,9 +82,7 @@ def assert_same(report: dict, reference: dict) -> None:
 def test_dense_layouts(layout, rollout_tp, models, references, tmp_path):
     num_processes, actor = DENSE[layout]
     model = "llama" if layout in ("tp2", "tp2pp2") else "qwen2"
-    report = run(
-        models[model], tmp_path / "run", num_processes=num_processes, actor=actor, rollout={"tensor_parallel_size": rollout_tp}
-    )
+    report = run(models[model], tmp_path / "run", num_processes=num_processes, actor=actor, rollout={"tensor_parallel_size": rollout_tp})
     assert_same(report, references[model])
 
 
@@ -105,13 +104,20 @@ def test_expert_layouts(layout, rollout, models, references, tmp_path):
 @pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_moe"])
 def test_synced_engine_equals_a_fresh_one_of_the_export(model, references, tmp_path):
     """Greedy tokens and log-probabilities after training and syncing are those of a vLLM started from the exported folder."""
-    from megagrpo.demo import MODEL_DIR
     from transformers import AutoTokenizer
+
+    from megagrpo.demo import MODEL_DIR
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     out = tmp_path / "fresh.json"
     prompts = [tokenizer(text)["input_ids"] for text in PROMPT_TEXTS]
-    fresh = [sys.executable, str(Path(__file__).with_name("fresh_engine.py")), str(references[model]["dir"] / "hf"), json.dumps(prompts), str(out)]
+    fresh = [
+        sys.executable,
+        str(Path(__file__).with_name("fresh_engine.py")),
+        str(references[model]["dir"] / "hf"),
+        json.dumps(prompts),
+        str(out),
+    ]
     subprocess.run(fresh, check=True, capture_output=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     for sample_id, expected in enumerate(json.loads(out.read_text())):
         synced = references[model]["greedy"][-1][str(sample_id)]

@@ -38,7 +38,11 @@ def test_dense_faults_are_named(models, tmp_path):
 
 def test_expert_faults_are_named(models, tmp_path):
     report = plant_faults(
-        models["qwen3_moe"], tmp_path, "actor.expert_model_parallel_size=2", "actor.tensor_model_parallel_size=1", "rollout.tensor_parallel_size=2"
+        models["qwen3_moe"],
+        tmp_path,
+        "actor.expert_model_parallel_size=2",
+        "actor.tensor_model_parallel_size=1",
+        "rollout.tensor_parallel_size=2",
     )
     assert isinstance(report["none"], int)
     assert "model.layers.1.mlp.experts.2 on rank" in report["stale_expert"]
