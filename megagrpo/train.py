@@ -42,7 +42,8 @@ def run(config: Config, logs: RankLogs) -> None:
             train(session)
             finish(session)
     except BaseException as error:
-        where, lost = (place.board.current, place.board.lost()) if place else ("joining the other ranks", [])
+        board = place.board if place else None
+        where, lost = (board.current, board.lost(patience_s=2.0)) if board else ("joining the other ranks", [])
         logs.report_failure(error, phase=where, lost=lost)
         os._exit(1)  # at once: other threads may wait for ranks that are gone, and torchrun ends the rest
 

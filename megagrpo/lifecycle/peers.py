@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,8 +34,17 @@ class PhaseBoard:
         line = f"{os.getpid()} {socket.gethostname()} {self.current}"
         os.pwrite(self._file, f"{line[:_WIDTH]:{_WIDTH}}\n".encode(), 0)
 
-    def lost(self) -> list[str]:
-        """A sentence for every rank of this node whose process is gone."""
+    def lost(self, *, patience_s: float = 0.0) -> list[str]:
+        """A sentence for every rank of this node whose process is gone; looks again for patience_s while there is none.
+
+        Connections of a killed process break a moment before it counts as dead.
+        """
+        deadline = time.monotonic() + patience_s
+        while not (found := self._dead()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _dead(self) -> list[str]:
         sentences = []
         for path in sorted(self._dir.glob("rank_*"), key=lambda p: int(p.name.removeprefix("rank_"))):
             pid, host, *words = path.read_text().split()

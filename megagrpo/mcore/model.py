@@ -106,7 +106,7 @@ def transformer_config(hf: dict[str, Any], config: Config, parallel: Parallel) -
         "activation_func": torch.nn.functional.silu,
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": hf["model_type"] == "qwen2" or bool(hf.get("attention_bias")),
+        "add_qkv_bias": hf["model_type"] == "qwen2",
         "qk_layernorm": hf["model_type"].startswith("qwen3"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -125,8 +125,9 @@ def transformer_config(hf: dict[str, Any], config: Config, parallel: Parallel) -
         "sequence_parallel": actor.sequence_parallel,
         "num_layers_in_first_pipeline_stage": actor.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": actor.num_layers_in_last_pipeline_stage,
-        # interleaved, two stages would mix up the shapes they exchange: batching.py makes the lengths equal instead
-        "variable_seq_lengths": parallel.vpp_size == 1,
+        "variable_seq_lengths": True,
+        # two stages are each other's previous and next: messages of both directions in one batch would be mixed up
+        "overlap_p2p_comm": parallel.vpp_size > 1,
         "batch_p2p_comm": parallel.vpp_size == 1,
         "moe_token_dispatcher_type": "alltoall",  # the one that takes variable lengths; checked for dense models too
         "calculate_per_token_loss": False,
@@ -154,7 +155,7 @@ def _refuse_inexpressible(hf: dict[str, Any]) -> None:
     name = hf["model_type"]
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{name} with hidden_act={hf['hidden_act']} is not supported: only silu is")
-    if hf.get("mlp_bias") or (hf.get("attention_bias") and name == "llama"):
+    if hf.get("mlp_bias") or hf.get("attention_bias"):
         raise ValueError(f"{name} with attention_bias or mlp_bias is not supported")
     if hf.get("use_sliding_window"):
         raise ValueError(f"{name} with use_sliding_window is not supported")

@@ -62,10 +62,11 @@ class RankLogs:
         headline = f"rank {self._rank} on {socket.gethostname()} failed" + (f" in {phase}" if phase else "")
         details = "".join(traceback.format_exception(error))
         logs = f"logs of all ranks: {self.path.parent}" if self.path else "no log file yet"
-        message = f"error: {error}\n({headline})" if _explains_itself(error) else f"{details}{headline}; {logs}"
-        if self._is_first_failure(message):
-            self.stderr.write(message + "\n")
-            self.stderr.flush()
+        if lost:  # the connection to them broke, and that is all this rank's own error says
+            message = "\n".join(["error: a rank was lost", *lost, logs])
+        else:
+            message = f"error: {error}\n({headline})" if _explains_itself(error) else f"{details}{headline}; {logs}"
+        self.report_first(message)
         with contextlib.suppress(OSError):  # the log's disk may be what is full
             sys.stderr.write(f"{headline}:\n{details}")
 

@@ -47,7 +47,7 @@ def processes_of_session(session_id: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("phase", ["setting", "gen", "reward", "update_actor", "update_weights"])
+@pytest.mark.parametrize("phase", ["starting", "gen", "reward", "update_actor", "update_weights"])
 def test_killed_rank_ends_the_job(phase, tmp_path):
     job = start(tmp_path)
     os.kill(wait_for_phase(tmp_path / "run/logs/attempt_1/phases/rank_1", phase), signal.SIGKILL)
