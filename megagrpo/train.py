@@ -53,8 +53,8 @@ def train(session: Session) -> None:
     config, engine = session.config, session.engine
     per_step = config.rollout.num_prompts_per_step * config.rollout.num_samples_per_prompt
     to_rollout(session, step=0)
-    if config.evaluation.at_start_and_end:
-        log_evaluation(session, step=0)
+    if config.evaluation.at_start_and_end and (accuracy := held_out_accuracy(session, step=0)) and session.trackers:
+        session.trackers.log(0, accuracy)
 
     for step in range(1, config.trainer.total_steps + 1):
         prompts = session.prompts.prompts_for_step(step - 1)
@@ -78,8 +78,9 @@ def train(session: Session) -> None:
         with phase(session, "logging", step):
             metrics |= sample_metrics(samples, advantages) | tally.metrics()
             log_rollouts(session, step, prompts, samples, advantages)
-        if (step == config.trainer.total_steps and config.evaluation.at_start_and_end) or is_due(step, config.evaluation.every_n_steps):
-            log_evaluation(session, step)
+        last = step == config.trainer.total_steps
+        if is_due(step, config.evaluation.every_n_steps) or (last and config.evaluation.at_start_and_end):
+            metrics |= held_out_accuracy(session, step)
         log_step(session, step, metrics, num_tokens=sum(len(s.prompt_ids) + len(s.response_ids) for s in samples))
 
 
@@ -156,15 +157,14 @@ def finish(session: Session) -> None:
         session.console.summary(summarise(run_dir), run_dir=run_dir, curve=plot_curve(run_dir), next_steps=next_steps)
 
 
-def log_evaluation(session: Session, step: int) -> None:
-    """Measure and report the held-out accuracy, where there are held-out prompts."""
+def held_out_accuracy(session: Session, step: int) -> dict[str, float]:
+    """Measure and show the accuracy on the held-out prompts, where there are any."""
     if not session.val_prompts:
-        return
+        return {}
     with phase(session, "testing", step):
         metrics = evaluate(session, step)
-    if session.trackers:
-        session.trackers.log(step, metrics)
-        session.console.evaluation_line(step, metrics)
+    session.console.evaluation_line(step, metrics)
+    return metrics
 
 
 def log_rollouts(session: Session, step: int, prompts: list[Prompt], samples: list[Sample], advantages: np.ndarray) -> None:

