@@ -33,13 +33,11 @@ def make_mini_batches(
     device: torch.device,
     pad_to_multiple_of: int,
     multiple_of: int,
-    equal_lengths: bool = False,
 ) -> list[list[MicroBatch]]:
     """For every optimizer step of one pass over the samples, the micro-batches of data-parallel rank dp_rank.
 
     samples: all of the step, the same on every rank, whole groups; advantages [num_samples]. A pack's token count is a multiple of
     pad_to_multiple_of (tensor-parallel size with sequence parallel), their number one of multiple_of (pipeline stages if interleaved).
-    equal_lengths pads the packs of an optimizer step to one length (the interleaved schedule confuses the shapes it exchanges).
     """
     mini_batches = []
     for members in split_mini_batches(np.array([sample.group for sample in samples]), config.algorithm.num_mini_batches):
@@ -51,11 +49,11 @@ def make_mini_batches(
         )
         lengths = np.array([len(sample.prompt_ids) + len(sample.response_ids) for sample in mini_batch])
         plan = plan_micro_batches(lengths, dp_size=dp_size, max_tokens=config.actor.max_tokens_per_micro_batch, multiple_of=multiple_of)
-        pad_to = pad_to_multiple_of
-        if equal_lengths:
-            pad_to = _round_up(max(1, *(int(lengths[chosen].sum()) for chosen in plan[dp_rank])), pad_to_multiple_of)
         mini_batches.append(
-            [pack(mini_batch, chosen, advantages[members], weights, pad_to_multiple_of=pad_to, device=device) for chosen in plan[dp_rank]]
+            [
+                pack(mini_batch, chosen, advantages[members], weights, pad_to_multiple_of=pad_to_multiple_of, device=device)
+                for chosen in plan[dp_rank]
+            ]
         )
     return mini_batches
 

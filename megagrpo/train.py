@@ -86,7 +86,7 @@ def train(session: Session) -> None:
 
 def batches(session: Session, samples: list[Sample], advantages: np.ndarray) -> list[list[MicroBatch]]:
     """This rank's micro-batches for every optimizer step of one pass over the samples."""
-    parallel, interleaved = session.parallel, session.parallel.vpp_size > 1
+    parallel = session.parallel
     return make_mini_batches(
         samples,
         advantages,
@@ -95,8 +95,7 @@ def batches(session: Session, samples: list[Sample], advantages: np.ndarray) -> 
         dp_size=parallel.dp_size,
         device=parallel.device,
         pad_to_multiple_of=parallel.tp_size if session.config.actor.sequence_parallel else 1,
-        multiple_of=parallel.pp_size if interleaved else 1,
-        equal_lengths=interleaved,
+        multiple_of=parallel.pp_size if parallel.vpp_size > 1 else 1,
     )
 
 

@@ -151,23 +151,3 @@ def test_ranks_together_train_every_response_token_once_with_weights_of_the_step
     ]
     assert sorted(trained) == sorted((token, float(s.id)) for s in samples for token in s.response_ids.tolist())
     assert all(len(batch.token_ids) % 2 == 0 and batch.cu_seqlens[-1] == len(batch.token_ids) for step in steps for batch in step)
-
-
-@pytest.mark.parametrize("num_groups", [1, 7])
-def test_packs_of_equal_length(num_groups):
-    samples = [make_sample(i, [1] * (1 + i), [2] * (1 + i % 3), group=i) for i in range(num_groups)]
-    for dp_rank in range(2):  # with one sample the other rank has dummies only
-        (step,) = make_mini_batches(
-            samples,
-            np.zeros(num_groups),
-            Config(actor=Actor(max_tokens_per_micro_batch=12)),
-            dp_rank=dp_rank,
-            dp_size=2,
-            device=CPU,
-            pad_to_multiple_of=4,
-            multiple_of=2,
-            equal_lengths=True,
-        )
-        (length,) = {len(batch.token_ids) for batch in step}
-        longest = max(int(batch.mask.nonzero().max()) + 2 if batch.sample_ids else 1 for batch in step)
-        assert length == -(-longest // 4) * 4
