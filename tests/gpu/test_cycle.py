@@ -40,12 +40,7 @@ def report(tmp_path_factory) -> list[dict]:
     for file in MODEL_DIR.glob("token*"):
         shutil.copy(file, root / "model" / file.name)
     offload = [f"actor.{what}_offload=true" for what in ("param", "grad", "optimizer")]
-    rollout = [
-        "rollout.num_prompts_per_step=8",
-        "rollout.max_response_length=64",
-        "rollout.logprob_fraction=1.0",
-        "rollout.enforce_eager=true",
-    ]
+    rollout = ["num_prompts_per_step=8", "max_response_length=64", "logprob_fraction=1.0", "enforce_eager=true"]
     others = ["data.val_files=null", "data.max_prompt_length=16", "optimizer.weight_decay=0.0", "algorithm.kl_coef=0.0"]
     run_workers(
         "../gpu/cycle_worker.py",
