@@ -40,8 +40,8 @@ class EngineWeights:
         self.num_compared += 1
         shard, rows = _local_part(module, expected, parts.index(child) if len(parts) > 1 else None)
         same = self._holds(self._weight(module_name, leaf)[rows], shard)
-        if module_name == "model.embed_tokens" and self._head_is_tied() and hasattr(self._modules["lm_head"], "cpu_linear"):
-            same &= self._holds(self._weight("lm_head", "weight")[rows], shard)  # packed by itself: see repack_tied_head
+        if module_name == "model.embed_tokens" and self._tied_head_is_packed():
+            same &= self._holds(self._weight("lm_head", "weight")[rows], shard)
         return [] if same else [name]
 
     def unvisited(self) -> list[str]:
@@ -61,12 +61,17 @@ class EngineWeights:
 
     def repack_tied_head(self) -> None:
         """Pack a tied head again from the embedding: on CPU it computes from a packed copy, which a reload leaves stale."""
-        head = self._modules["lm_head"]
-        if self._head_is_tied() and hasattr(head, "cpu_linear"):
+        if self._tied_head_is_packed():
+            head = self._modules["lm_head"]
             head.quant_method.process_weights_after_loading(head)
 
     def _head_is_tied(self) -> bool:
-        return self._modules["lm_head"].weight.data_ptr() == self._modules["model.embed_tokens"].weight.data_ptr()
+        """Whether there is a head of its own that shares the embedding's weight; some vLLM models use the embedding itself."""
+        head, embedding = self._modules.get("lm_head"), self._modules["model.embed_tokens"]
+        return head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
+
+    def _tied_head_is_packed(self) -> bool:
+        return self._head_is_tied() and hasattr(self._modules["lm_head"], "cpu_linear")
 
     def _is_unvisited(self, module_name: str, leaf: str) -> bool:
         return self._modules[module_name]._parameters[leaf] is not None and (module_name, leaf) not in self._visited
