@@ -19,21 +19,15 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """Stands in for CUDA streams and events: work on CPU is done when its call returns."""
+    """Stands in for CUDA streams and their events: work on CPU is done when its call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *args: object) -> None:
         pass
 
     def wait_stream(self, *args: object) -> None:
         """Nothing is pending."""
 
-    wait_event = synchronize = wait = record = wait_stream
+    synchronize = wait_stream
 
     def record_event(self, *args: object) -> _Stream:
         """The event of a moment that has passed."""
@@ -76,18 +70,12 @@ def _replace_cuda_calls() -> None:
     cuda = torch.cuda
     # one function object each: torch._dynamo refuses a shared one
     cuda.current_device = lambda: _CPU
-    cuda.set_device = lambda *a, **k: None
     cuda.synchronize = lambda *a, **k: None
     cuda.get_rng_state = lambda *a, **k: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
-    cuda.Stream = cuda.Event = _Stream
+    cuda.Stream = _Stream
     cuda.current_stream = lambda *a, **k: _Stream()
-    cuda.default_stream = lambda *a, **k: _Stream()
     cuda.stream = lambda *a, **k: contextlib.nullcontext()
-    cuda.memory_allocated = lambda *a, **k: 0
-    cuda.nvtx.range_push = lambda *a, **k: None
-    cuda.nvtx.range_pop = lambda *a, **k: None
     megatron_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     megatron_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     if not hasattr(moe_utils, "te_general_gemm"):

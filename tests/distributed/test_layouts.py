@@ -43,6 +43,7 @@ CASES = {  # by number of processes; those of one number share a torchrun
         "qwen2-dp2-distributed-optimizer": case("qwen2", use_distributed_optimizer=True),
         "moe-ep2": case("qwen3-moe", **{EP: 2}),
         "moe-ep2-dummies": case("qwen3-moe", num_micro_batches=8, **{EP: 2}),
+        "moe-tp2": case("qwen3-moe", **{TP: 2, SP: True}),
         "moe-tp2-etp2": case("qwen3-moe", **{TP: 2, ETP: 2, SP: True}),
     },
     4: {
