@@ -24,6 +24,12 @@ from megagrpo.mcore.attention import PackedAttention
 from megagrpo.mcore.norm import RMSNorm
 from megagrpo.mcore.parallel import Parallel
 
+_KERNELS = {
+    "masked_softmax_fusion": "a GPU and apex, or TransformerEngine's layer spec",
+    "gradient_accumulation_fusion": "a GPU and apex",
+    "apply_rope_fusion": "TransformerEngine's layer spec",
+}
+
 
 def build_model(hf: dict[str, Any], config: Config, parallel: Parallel) -> list[GPTModel]:
     """This rank's model chunks (one, or one per virtual stage), on its device, with parameters left unset.
@@ -32,7 +38,7 @@ def build_model(hf: dict[str, Any], config: Config, parallel: Parallel) -> list[
     """
     transformer = transformer_config(hf, config, parallel)
     padded_vocab_size = -(-hf["vocab_size"] // parallel.tp_size) * parallel.tp_size
-    rope = _rope(hf)
+    rope = rotary_arguments(hf)
     chunks = []
     for stage in range(parallel.vpp_size):
         virtual = {"vp_stage": stage} if parallel.vpp_size > 1 else {}
@@ -77,7 +83,10 @@ def uses_transformer_engine(actor: Actor, device: torch.device) -> bool:
 
 
 def resolve_fusions(actor: Actor, device: torch.device) -> dict[str, bool]:
-    """The fusions of actor.override_transformer_config with `auto` decided: on where the kernels exist and the layer spec uses them."""
+    """The fusions of actor.override_transformer_config with `auto` decided: on where the kernels exist and the layer spec uses them.
+
+    Raises ValueError where one is asked for whose kernels are missing.
+    """
     te, cuda = uses_transformer_engine(actor, device), device.type == "cuda"
     automatic = {
         "masked_softmax_fusion": te or (cuda and find_spec("scaled_upper_triang_masked_softmax_cuda") is not None),
@@ -87,6 +96,9 @@ def resolve_fusions(actor: Actor, device: torch.device) -> dict[str, bool]:
         "apply_rope_fusion": te,
     }
     chosen = {name: getattr(actor.override_transformer_config, name) for name in automatic}
+    for name, source in _KERNELS.items():
+        if chosen[name] is True and not automatic[name]:
+            raise ValueError(f"actor.override_transformer_config.{name}=true needs {source}; set it to auto or false")
     return {name: automatic[name] if value == "auto" else value for name, value in chosen.items()}
 
 
@@ -197,7 +209,7 @@ def _overrides(actor: Actor) -> dict[str, Any]:
     return given
 
 
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
+def rotary_arguments(hf: dict[str, Any]) -> dict[str, Any]:
     """GPTModel's rotary arguments, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
     parameters = hf.get("rope_parameters") or {**(hf.get("rope_scaling") or {}), "rope_theta": hf.get("rope_theta", 10000.0)}
     kind = parameters.get("rope_type", parameters.get("type", "default"))

@@ -22,6 +22,7 @@ def case(model, num_micro_batches=4, **actor):
 CASES = {  # by number of processes; those of one number share a torchrun
     1: {
         "llama": case("llama-tied"),
+        "llama-linear-rope": case("llama-linear-rope"),
         "qwen2": case("qwen2", num_micro_batches=1),
         "qwen2-one-sequence-each": case("qwen2", num_micro_batches=12),
         "qwen2-recompute": case("qwen2", recompute="full"),

@@ -29,6 +29,7 @@ _COMMON = {
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
 CONFIGS = {
     "llama-tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
     "llama-8-layers": ("llama", {"tie_word_embeddings": False, "num_hidden_layers": 8}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
