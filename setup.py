@@ -38,6 +38,7 @@ setup(
         "pydantic>=2.12,<3",
         "pyyaml>=6.0.2,<7",
         "rich>=14,<16",
+        "psutil>=6,<8",
         "math-verify>=0.9,<0.10",
         "tensorboard>=2.20,<3",
         "matplotlib>=3.10,<4",
@@ -49,6 +50,14 @@ setup(
         "gpu": ["vllm==0.25.1", "transformer-engine[core_cu13]>=2.20,<2.21"],
         "reasoning-gym": REASONING_GYM,
         "wandb": WANDB,
-        "dev": ["pytest>=8.4,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.130,<7", "ruff>=0.14,<0.18", *REASONING_GYM],
+        "dev": [
+            "pytest>=8.4,<10",
+            "pytest-timeout>=2.4,<3",
+            "hypothesis>=6.130,<7",
+            "ruff>=0.14,<0.18",
+            "gguf>=0.17,<1",  # with accelerate: a real small model comes as GGUF
+            "accelerate>=1.10,<2",
+            *REASONING_GYM,
+        ],
     },
 )

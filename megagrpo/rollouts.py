@@ -7,6 +7,7 @@ dummy weights and refuses to generate until a weight sync has filled it. Scoring
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,8 @@ from megagrpo.hf_mapping.families import head_dim
 from megagrpo.types import Prompt, Sample
 from megagrpo.vllm_cpu import prepare_vllm_cpu
 
-_GPU_SHARE_ALONE, _GPU_SHARE_BESIDE_TRAINER = 0.85, 0.4  # of the device, weights and KV cache together
+_GPU_SHARE_ALONE, _GPU_SHARE_BESIDE_TRAINER = 0.85, 0.4  # of the device, at most, for the KV cache
+_HOST_SHARE = 0.25  # of the free memory of a host without GPUs, for the KV caches of all its ranks
 
 
 class _State(Enum):
@@ -222,7 +225,7 @@ def _kv_cache_bytes(hf: dict[str, Any], config: Config, device: torch.device, nu
     block = 128  # tokens; vLLM's blocks are no larger, and every sequence leaves one partly empty
     wanted = num_sequences * (config.data.max_prompt_length + rollout.max_response_length + block) * bytes_per_token
     if device.type == "cpu":
-        return wanted
+        return min(wanted, int(_HOST_SHARE * psutil.virtual_memory().available) // int(os.environ["LOCAL_WORLD_SIZE"]))
     actor = config.actor
     alone = actor.param_offload and actor.grad_offload and actor.optimizer_offload
     share = _GPU_SHARE_ALONE if alone else _GPU_SHARE_BESIDE_TRAINER

@@ -74,8 +74,11 @@ def smollm2(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
-        ("grpo-smollm2_135m-gsm8k-1n1g-tp1pp1", [f"data.train_files={GSM8K_SAMPLE}", f"data.val_files={GSM8K_SAMPLE}"]),
-        ("grpo-smollm2_135m-chain_sum-1n1g-tp1pp1", ["data.reasoning_gym_size=50"]),
+        (
+            "grpo-smollm2_135m-gsm8k-1n1g-tp1pp1",
+            [f"data.train_files={GSM8K_SAMPLE}", f"data.val_files={GSM8K_SAMPLE}", "trainer.total_steps=2"],
+        ),
+        ("grpo-smollm2_135m-chain_sum-1n1g-tp1pp1", ["data.reasoning_gym_size=50", "trainer.total_steps=1"]),
     ],
 )
 def test_real_model_on_real_data(recipe, settings, smollm2, tmp_path):
@@ -84,13 +87,12 @@ def test_real_model_on_real_data(recipe, settings, smollm2, tmp_path):
         "rollout.num_prompts_per_step=4",
         "rollout.num_samples_per_prompt=4",
         "rollout.max_response_length=24",
-        "trainer.total_steps=2",
     ]
     others = ["evaluation.max_prompts=4", "trainer.export_hf=false", "actor.pipeline_model_parallel_size=2"]
     metrics, _ = train(
         tmp_path, "--config", str(ROOT / f"configs/{recipe}.yaml"), f"model.path={smollm2}", *settings, *small, *others, num_processes=2
     )
-    assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert [m["step"] for m in metrics] == list(range(len(metrics)))
     assert metrics[1]["actor/kl_loss"] == 0, "the policy is the reference before the first update"
     assert 0 < metrics[1]["response_length/clip_ratio"] <= 1
     assert all(m["mismatch/prob_diff_mean"] < 0.02 for m in metrics[1:])
