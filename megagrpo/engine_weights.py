@@ -20,7 +20,7 @@ class EngineWeights:
         self._model = model
         self._modules = dict(model.named_modules())
         self._packed = {part: (fused, parts) for fused, parts in model.packed_modules_mapping.items() for part in parts}
-        self._visited: set[tuple[str, str]] = set()
+        self._visited: set[tuple[str, str, str]] = set()  # module, its tensor, and which part of a fused one
         self._experts: dict[str, dict[str, Tensor]] = {}  # expert name -> its tensors seen so far
         self._computed: tuple[str, Tensor] | None = None  # the repacked layer looked at last
         self.num_compared = 0
@@ -36,7 +36,7 @@ class EngineWeights:
             fused, parts = child, [child]
         module_name = f"{parent}.{fused}" if parent else fused
         module = self._modules[module_name]
-        self._visited.add((module_name, leaf))
+        self._visited.add((module_name, leaf, child))
         self.num_compared += 1
         shard, rows = _local_part(module, expected, parts.index(child) if len(parts) > 1 else None)
         same = self._holds(self._weight(module_name, leaf)[rows], shard)
@@ -50,7 +50,10 @@ class EngineWeights:
         for module_name, module in self._modules.items():
             if module_name == "lm_head" and self._head_is_tied():
                 continue  # compared along with the embedding
-            missing += [f"{module_name}.{leaf}" for leaf in module._parameters if self._is_unvisited(module_name, leaf)]
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    wanted = self._parts_of(module_name, module)
+                    missing += [f"{module_name}.{leaf} ({part})" for part in wanted if (module_name, leaf, part) not in self._visited]
         return missing
 
     def forget_packed_experts(self) -> None:
@@ -73,8 +76,12 @@ class EngineWeights:
     def _tied_head_is_packed(self) -> bool:
         return self._head_is_tied() and hasattr(self._modules["lm_head"], "cpu_linear")
 
-    def _is_unvisited(self, module_name: str, leaf: str) -> bool:
-        return self._modules[module_name]._parameters[leaf] is not None and (module_name, leaf) not in self._visited
+    def _parts_of(self, module_name: str, module: nn.Module) -> list[str]:
+        """What a tensor of the module is made of: the projections of a fused one, the experts of this rank, else itself."""
+        name = module_name.rsplit(".", 1)[-1]
+        if hasattr(module, "w13_weight"):
+            return [str(local) for local in range(module.local_num_experts)]
+        return [part for part, (fused, _) in self._packed.items() if fused == name] or [name]
 
     def _weight(self, module_name: str, leaf: str) -> Tensor:
         """The whole local tensor, as stored or, where it was repacked, as computed; projections of one layer ask for it in a row."""
@@ -99,10 +106,10 @@ class EngineWeights:
         parts = self._experts.pop(expert)
         layer_name, index = expert.rsplit(".", 1)
         module_name, module = next((n, m) for n, m in self._modules.items() if n.startswith(layer_name) and hasattr(m, "w13_weight"))
-        self._visited |= {(module_name, leaf) for leaf, _ in module.named_parameters(recurse=False)}
         local = module.expert_map_manager.map_global_to_local(int(index))
         if local < 0:
             return []  # another rank of the engine holds this expert
+        self._visited |= {(module_name, leaf, str(local)) for leaf in module._parameters}
         self.num_compared += 3
         gate, up, down = (_expert_part(module, parts[p], axis) for p, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)))
         if module.w13_weight.device.type != "cpu":

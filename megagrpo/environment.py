@@ -1,4 +1,6 @@
-"""Environment variables that torch, Megatron and vLLM read when they are imported; set before that, and only where the user has not."""
+"""Environment variables that torch, Megatron and vLLM read when they are imported; set before that (torch reads none at import), and only
+where the user has not.
+"""
 
 from __future__ import annotations
 

@@ -183,20 +183,23 @@ def mismatch_sums(old_logprobs: Tensor, rollout_logprobs: Tensor, *, mask: Tenso
     }
 
 
-def step_metrics(sums: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of one optimizer step, in verl's names, from the sums of all its micro-batches over all data-parallel ranks."""
+def step_metrics(sums: list[dict[str, float]], *, num_updates: int = 1) -> dict[str, float]:
+    """The metrics of num_updates optimizer steps, in verl's names, from the sums of all their micro-batches over all data-parallel ranks.
+
+    Losses are averaged over the optimizer steps, everything else over their tokens.
+    """
     total = {name: sum(each[name] for each in sums) for name in sums[0]}
     num_tokens, num_rollout_tokens = max(total["num_tokens"], 1), total["num_rollout_tokens"]
     metrics = {
-        "actor/loss": total["loss"],
-        "actor/pg_loss": total["pg_loss"],
+        "actor/loss": total["loss"] / num_updates,
+        "actor/pg_loss": total["pg_loss"] / num_updates,
         "actor/pg_clipfrac": (total["clipped_low"] + total["clipped_high"]) / num_tokens,
         "actor/pg_clipfrac_low": total["clipped_low"] / num_tokens,
         "actor/pg_clipfrac_high": total["clipped_high"] / num_tokens,
         "actor/ppo_kl": total["ppo_kl"] / num_tokens,
     }
     if "kl_loss" in total:
-        metrics["actor/kl_loss"] = total["kl_loss"]
+        metrics["actor/kl_loss"] = total["kl_loss"] / num_updates
     if "entropy" in total:
         metrics["actor/entropy"] = total["entropy"] / num_tokens
     if num_rollout_tokens:

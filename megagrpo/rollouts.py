@@ -25,7 +25,7 @@ from megagrpo.hf_mapping.families import head_dim
 from megagrpo.types import Prompt, Sample
 from megagrpo.vllm_cpu import prepare_vllm_cpu
 
-_GPU_SHARE_ALONE, _GPU_SHARE_BESIDE_TRAINER = 0.85, 0.4  # of the device, at most, for the KV cache
+_GPU_SHARE_ALONE, _GPU_SHARE_BESIDE_TRAINER = 0.85, 0.4  # of the device, at most, for weights and KV cache
 _HOST_SHARE = 0.25  # of the free memory of a host without GPUs, for the KV caches of all its ranks
 
 
@@ -77,7 +77,7 @@ class RolloutEngine:
                 max_model_len=config.data.max_prompt_length + rollout.max_response_length,
                 max_num_seqs=rollout.max_num_seqs,
                 max_num_batched_tokens=rollout.max_num_batched_tokens,
-                kv_cache_memory_bytes=_kv_cache_bytes(hf_config, config, device, self.num_engines),
+                kv_cache_memory_bytes=_kv_cache_bytes(model_dir, hf_config, config, device, self.num_engines),
                 enforce_eager=rollout.enforce_eager or not self._sleeps,
                 enable_sleep_mode=self._sleeps,
                 logprobs_mode="processed_logprobs",
@@ -212,8 +212,8 @@ def _in_fraction(sample_id: int, fraction: float) -> bool:
     return int((sample_id + 1) * fraction) > int(sample_id * fraction)
 
 
-def _kv_cache_bytes(hf: dict[str, Any], config: Config, device: torch.device, num_engines: int) -> int:
-    """Memory of one rank's KV cache: what all requests of a step need at their longest, up to the device's share for it."""
+def _kv_cache_bytes(model_dir: Path, hf: dict[str, Any], config: Config, device: torch.device, num_engines: int) -> int:
+    """Memory of one rank's KV cache: what all requests of a step need at their longest, up to what the device has for it."""
     rollout = config.rollout
     if rollout.kv_cache_memory_bytes != "auto":
         return rollout.kv_cache_memory_bytes
@@ -229,14 +229,21 @@ def _kv_cache_bytes(hf: dict[str, Any], config: Config, device: torch.device, nu
     actor = config.actor
     alone = actor.param_offload and actor.grad_offload and actor.optimizer_offload
     share = _GPU_SHARE_ALONE if alone else _GPU_SHARE_BESIDE_TRAINER
-    return min(wanted, int(share * torch.cuda.get_device_properties(device).total_memory))
+    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) // rollout.tensor_parallel_size
+    room = int(share * torch.cuda.get_device_properties(device).total_memory) - weights
+    if room <= 0:
+        raise ValueError(
+            f"the engine's weights ({weights / 2**30:.0f} GiB a rank) leave no room for a KV cache; raise rollout.tensor_parallel_size"
+            + ("" if alone else ", or set actor.param_offload, grad_offload and optimizer_offload")
+        )
+    return min(wanted, room)
 
 
 @contextmanager
 def _global_rng_kept() -> Iterator[None]:
     """Restore the global generators afterwards: vLLM reseeds and draws from them, and Megatron's differ between ranks."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:

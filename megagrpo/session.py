@@ -7,6 +7,7 @@ may be on the device yet; and its shutdown, which destroys the default process g
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from megagrpo.mcore.cpu import prepare_cpu
 from megagrpo.mcore.model import resolve_fusions
 from megagrpo.mcore.parallel import Parallel, init_distributed, init_model_parallel
 from megagrpo.observability.console import RunConsole, phase_words
-from megagrpo.observability.jsonl import writing
+from megagrpo.observability.jsonl import LogWriteError, writing
 from megagrpo.observability.logs import RankLogs, new_attempt
 from megagrpo.observability.run_facts import run_facts
 from megagrpo.observability.timers import StepTimer
@@ -39,6 +40,7 @@ from megagrpo.rollouts import RolloutEngine, stop_token_ids
 from megagrpo.types import Prompt
 
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 10
+_SILENT_RANKS_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def join(config: Config, logs: RankLogs) -> Place:
     run_dir, attempt_dir = _make_directories(config, rank)
     logs.open(attempt_dir)
     board = PhaseBoard(attempt_dir, rank=rank)
-    end_on_sigterm(lambda: _report_lost(logs, board))
+    end_on_sigterm(lambda: _report_sigterm(logs, board))
     return Place(device, run_dir, board)
 
 
@@ -124,7 +126,6 @@ def start(config: Config, logs: RankLogs, place: Place) -> Iterator[Session]:
                 run_dir=run_dir,
             )
         )
-        timer.finish_step()  # what follows is the steps' own time
         yield Session(
             config=config,
             run_dir=run_dir,
@@ -157,17 +158,31 @@ def _make_directories(config: Config, rank: int) -> tuple[Path, Path]:
     if rank == 0:
         model = Path(config.model.path).name
         run_dir = Path(config.trainer.runs_dir) / (config.trainer.name or f"{model}-{datetime.now():%Y%m%d-%H%M%S}")
-        with writing(run_dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.yaml").write_text(dump_config(config))
-        made = [(run_dir, new_attempt(run_dir))]
+        try:
+            made = [_make_run_directory(run_dir, config)]
+        except (LogWriteError, ValueError) as error:
+            made = [error]  # for all ranks: the others would wait for the paths
     dist.broadcast_object_list(made)
+    if isinstance(made[0], Exception):
+        if rank == 0:
+            raise made[0]
+        time.sleep(_SILENT_RANKS_WAIT_S)  # torchrun ends all ranks when the first one exits: rank 0 shall have told why
+        raise SystemExit(1)
     return made[0]
 
 
-def _report_lost(logs: RankLogs, board: PhaseBoard) -> None:
-    if lost := board.lost():
-        logs.report_first("\n".join(["error: a rank was lost", *lost]))
+def _make_run_directory(run_dir: Path, config: Config) -> tuple[Path, Path]:
+    if (run_dir / "metrics.jsonl").exists():
+        raise ValueError(f"{run_dir} holds a run already; set another trainer.name, or remove it")
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(dump_config(config))
+    return run_dir, new_attempt(run_dir)
+
+
+def _report_sigterm(logs: RankLogs, board: PhaseBoard) -> None:
+    lost = board.lost()  # torchrun ends the other ranks when one dies
+    logs.report_first("\n".join(["error: a rank was lost", *lost]) if lost else f"ended by SIGTERM in {board.current}")
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -53,8 +53,11 @@ def train(session: Session) -> None:
     config, engine = session.config, session.engine
     per_step = config.rollout.num_prompts_per_step * config.rollout.num_samples_per_prompt
     to_rollout(session, step=0)
-    if config.evaluation.at_start_and_end and (accuracy := held_out_accuracy(session, step=0)) and session.trackers:
-        session.trackers.log(0, accuracy)
+    before = held_out_accuracy(session, step=0) if config.evaluation.at_start_and_end else {}
+    if session.trackers:
+        session.trackers.log(0, before | session.timer.finish_step())  # the time of starting up, not of a step
+    else:
+        session.timer.finish_step()
 
     for step in range(1, config.trainer.total_steps + 1):
         prompts = session.prompts.prompts_for_step(step - 1)
@@ -150,7 +153,7 @@ def finish(session: Session) -> None:
             write_folder(run_dir / "hf", buckets, source=session.model_dir, writer=session.parallel.rank == 0)
     if session.parallel.rank == 0:
         next_steps = [
-            "use your own data: --config configs/<recipe>.yaml data.train_files=FILE.jsonl reward.functions={math_answer: 1.0}",
+            "use your own data: --config configs/<recipe>.yaml data.train_files=FILE.jsonl 'reward.functions={math_answer: 1.0}'",
             f"draw the curve again: python -m megagrpo.observability.report {run_dir}",
         ]
         session.console.summary(summarise(run_dir), run_dir=run_dir, curve=plot_curve(run_dir), next_steps=next_steps)
@@ -183,7 +186,7 @@ def log_step(session: Session, step: int, metrics: dict[str, float], *, num_toke
     """Report the step; its time ends here."""
     metrics |= session.timer.finish_step()
     metrics |= speed_metrics(step_seconds=metrics["timing_s/step"], num_tokens=num_tokens, num_devices=session.parallel.world_size)
-    if torch.cuda.is_available():
+    if session.parallel.device.type == "cuda":
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
         metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     if session.trackers:
@@ -192,17 +195,16 @@ def log_step(session: Session, step: int, metrics: dict[str, float], *, num_toke
 
 
 def reduce_updates(session: Session, results: list[tuple[StepResult, list[MicroBatchSums]]]) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout, averaged over them, on every rank. Collective over all ranks."""
-    steps = [result for result, _ in results]
-    mine = [sums for _, sums in results] if session.parallel.reports_loss else []
-    everyone: list[list[list[MicroBatchSums]]] = [[] for _ in range(session.parallel.world_size)]
+    """Metrics of the optimizer steps of one rollout, skipped ones left out, on every rank. Collective over all ranks."""
+    made = [(result, sums) for result, sums in results if not result.skipped]
+    metrics = {"actor/lr": results[-1][0].lr, "actor/skipped_updates": float(len(results) - len(made))}
+    if not made:
+        return metrics
+    mine = [each for _, sums in made for each in sums] if session.parallel.reports_loss else []
+    everyone: list[list[MicroBatchSums]] = [[] for _ in range(session.parallel.world_size)]
     dist.all_gather_object(everyone, mine)
-    reporting = [part for part in everyone if part]
-    per_update = [step_metrics([sums for part in reporting for sums in part[i]]) for i in range(len(steps))]
-    metrics = {name: float(np.mean([update[name] for update in per_update])) for name in per_update[0]}
-    metrics["actor/grad_norm"] = float(np.mean([result.grad_norm for result in steps]))
-    metrics["actor/lr"] = steps[-1].lr
-    metrics["actor/skipped_updates"] = float(sum(result.skipped for result in steps))
+    metrics |= step_metrics([sums for part in everyone for sums in part], num_updates=len(made))
+    metrics["actor/grad_norm"] = float(np.mean([result.grad_norm for result, _ in made]))
     return metrics
 
 

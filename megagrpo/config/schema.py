@@ -183,7 +183,7 @@ class Actor(Section):
     virtual_pipeline_model_parallel_size: Count | None = None
     """Model chunks per stage (interleaved schedule)."""
     context_parallel_size: Count = 1
-    """Ranks that share every sequence (needs TransformerEngine)."""
+    """Ranks that share every sequence; only 1 is supported yet."""
     expert_model_parallel_size: Count = 1
     """Ranks that share the experts of a MoE model."""
     expert_tensor_parallel_size: Count = 1

@@ -28,7 +28,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no Hugging Face model folder: it has no config.json. Set model.path to a folder that has one")
-    return json.loads(path.read_text())
+    config = json.loads(path.read_text())
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))  # older configs leave it out where they are equal
+    return config
 
 
 def load_weights(

@@ -47,7 +47,7 @@ class PhaseBoard:
     def _dead(self) -> list[str]:
         sentences = []
         for path in sorted(self._dir.glob("rank_*"), key=lambda p: int(p.name.removeprefix("rank_"))):
-            pid, host, *words = path.read_text().split()
+            pid, host, *words = path.read_text().split() or ("0", "")  # made, but not yet written
             if host == socket.gethostname() and not _is_alive(int(pid)):
                 sentences.append(f"{path.name.replace('_', ' ')} (process {pid} on {host}) died in {' '.join(words)}")
         return sentences

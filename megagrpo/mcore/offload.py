@@ -19,8 +19,9 @@ class ActorMemory:
     """What actor.{param,grad,optimizer}_offload release between the phases; on CPU nothing, with a warning."""
 
     def __init__(self, actor: Actor, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
         wanted = [name for name in ("param_offload", "grad_offload", "optimizer_offload") if getattr(actor, name)]
-        if device.type == "cpu" and wanted:
+        if wanted and not self._on_gpu:
             names = " and ".join(f"actor.{name}" for name in wanted)
             warnings.warn(f"{names} has no effect on CPU: there is no device memory to free", stacklevel=2)
             wanted = []
@@ -34,19 +35,23 @@ class ActorMemory:
             self._grads.release(gradient_storages(ddp_chunks))
         if self._optimizer:
             self._optimizer.release(optimizer_storages(optimizer, ddp_chunks))
-        _empty_cache()
+        self._empty_cache()
 
     def release_weights(self, ddp_chunks: list) -> None:
         """Give back the weights."""
         if self._params:
             self._params.release(parameter_storages(ddp_chunks))
-        _empty_cache()
+        self._empty_cache()
 
     def restore(self) -> None:
         """Take everything again."""
         for parking in (self._params, self._grads, self._optimizer):
             if parking:
                 parking.restore()
+
+    def _empty_cache(self) -> None:
+        if self._on_gpu:
+            torch.cuda.empty_cache()
 
 
 class Parking:
@@ -121,8 +126,3 @@ def _one_per_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         by_storage.setdefault(tensor.untyped_storage().data_ptr(), tensor)
     return list(by_storage.values())
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

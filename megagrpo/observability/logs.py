@@ -64,9 +64,12 @@ class RankLogs:
         logs = f"logs of all ranks: {self.path.parent}" if self.path else "no log file yet"
         if lost:  # the connection to them broke, and that is all this rank's own error says
             message = "\n".join(["error: a rank was lost", *lost, logs])
+        elif isinstance(error, KeyboardInterrupt):
+            message = "stopped by Ctrl-C" + (f" in {phase}" if phase else "")
         else:
-            message = f"error: {error}\n({headline})" if _explains_itself(error) else f"{details}{headline}; {logs}"
-        self.report_first(message)
+            message = f"error: {error}\n({headline}; {logs})" if _explains_itself(error) else f"{details}{headline}; {logs}"
+        if not isinstance(error, SystemExit):  # another rank tells
+            self.report_first(message)
         with contextlib.suppress(OSError):  # the log's disk may be what is full
             sys.stderr.write(f"{headline}:\n{details}")
 

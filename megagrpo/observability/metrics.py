@@ -1,96 +1,13 @@
-"""What a step reports of its samples and its speed, and how numbers that each rank has alone become one.
+"""What a step reports of its samples and its speed.
 
 Names are verl's where verl has one. The metrics of the loss and the mismatch are loss.step_metrics'; nothing is written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from megagrpo.types import Sample
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean that can still be combined: total / count. Example: Mean(6.0, 2) with Mean(0.0, 1) is 2."""
-
-    total: float
-    count: float
-
-    def combine(self, other: Mean) -> Mean:
-        """The mean over both."""
-        return Mean(self.total + other.total, self.count + other.count)
-
-    @property
-    def value(self) -> float:
-        """NaN of nothing."""
-        return self.total / self.count if self.count else float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A sum over all ranks."""
-
-    value: float
-
-    def combine(self, other: Sum) -> Sum:
-        """The sum of both."""
-        return Sum(self.value + other.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    """The largest on any rank; NaN if any is."""
-
-    value: float
-
-    def combine(self, other: Max) -> Max:
-        """The larger of both."""
-        return Max(float(np.maximum(self.value, other.value)))
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    """The smallest on any rank; NaN if any is."""
-
-    value: float
-
-    def combine(self, other: Min) -> Min:
-        """The smaller of both."""
-        return Min(float(np.minimum(self.value, other.value)))
-
-
-Metric = Mean | Sum | Max | Min
-
-
-def combine(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several micro-batches or ranks as one; a name may be missing in some."""
-    combined: dict[str, Metric] = {}
-    for part in parts:
-        for name, metric in part.items():
-            before = combined.get(name)
-            assert before is None or type(before) is type(metric), f"{name} is {before} here and {metric} there"
-            combined[name] = metric if before is None else before.combine(metric)
-    return combined
-
-
-def reduce_metrics(metrics: Mapping[str, Metric], *, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """The metrics of all ranks of the group as plain numbers, on every rank; means of nothing are left out. Collective.
-
-    Each rank passes what it alone knows ({} if nothing): ranks that hold copies of one number would count it several times.
-    """
-    import torch.distributed as dist
-
-    parts: list[dict[str, Metric]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(parts, dict(metrics), group=group)
-    return {name: metric.value for name, metric in combine(parts).items() if metric != Mean(0, 0)}
 
 
 def sample_metrics(samples: list[Sample], advantages: np.ndarray) -> dict[str, float]:

@@ -29,7 +29,8 @@ class StepTimer:
     @property
     def current(self) -> str | None:
         """The innermost open phase. After an exception that left a phase it is still that phase: where it failed."""
-        return self._open[-1] if self._open else None
+        innermost = self._open[-1:]  # a copy: the console asks from another thread
+        return innermost[0] if innermost else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -17,6 +17,19 @@ from megagrpo.config.schema import Actor, Config
 from megagrpo.preflight.layout import Layout
 from megagrpo.preflight.megatron_fields import transformer_config_fields
 
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # hf_mapping/families.py, which imports torch
+# Fields of TransformerConfig that follow from the model or that the loss and the packing rely on (mcore/model.py sets them).
+_OWNED_FIELDS = frozenset(
+    (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
+        *("normalization", "layernorm_epsilon", "activation_func", "gated_linear_unit", "add_bias_linear", "add_qkv_bias"),
+        *("qk_layernorm", "hidden_dropout", "attention_dropout", "bf16", "fp16", "params_dtype", "pipeline_dtype"),
+        *("init_method", "output_layer_init_method", "embedding_init_method", "finalize_model_grads_func"),
+        *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "calculate_per_token_loss"),
+        *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_token_dispatcher_type"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    )
+)
 _BUILT_IN_REWARDS = ("math_answer", "format", "reasoning_gym")
 
 
@@ -46,6 +59,7 @@ def check_config(config: Config, *, world_size: int, local_world_size: int, mode
     """Every inconsistency at once. What needs the model's shape is left out where model_config ({} when unknown) lacks the key."""
     layout = Layout(config, world_size=world_size)
     return [
+        *_check_model_type(model_config),
         *_check_process_counts(config, layout, local_world_size),
         *_check_pipeline(config.actor, model_config),
         *_check_tensor_parallel(config, model_config),
@@ -57,6 +71,13 @@ def check_config(config: Config, *, world_size: int, local_world_size: int, mode
         *_check_files(config),
         *_check_rewards(config),
     ]
+
+
+def _check_model_type(model_config: dict[str, Any]) -> Iterator[str]:
+    model_type = model_config.get("model_type")
+    if model_type is not None and model_type not in MODEL_TYPES:
+        hint = did_you_mean(model_type, candidates=MODEL_TYPES)
+        yield f"model.path: model_type {model_type} is not supported{hint}; supported are {', '.join(MODEL_TYPES)}"
 
 
 def _check_process_counts(config: Config, layout: Layout, local_world_size: int) -> Iterator[str]:
@@ -190,13 +211,15 @@ def _check_batch(config: Config, layout: Layout) -> Iterator[str]:
 
 def _check_kernels(config: Config) -> Iterator[str]:
     actor = config.actor
-    needs = {
-        f"actor.context_parallel_size={actor.context_parallel_size}": actor.context_parallel_size > 1,
-        "actor.transformer_impl=transformer_engine": actor.transformer_impl == "transformer_engine",
-    }
-    for setting, wanted in needs.items():
-        if wanted and (config.trainer.device == "cpu" or find_spec("transformer_engine") is None):
-            yield f'{setting} needs a GPU and TransformerEngine (pip install -e ".[gpu]"); without them set it back to its default'
+    if actor.context_parallel_size > 1:
+        yield f"actor.context_parallel_size={actor.context_parallel_size} is not supported yet; set it to 1"
+    if actor.transformer_impl == "transformer_engine" and (config.trainer.device == "cpu" or find_spec("transformer_engine") is None):
+        yield (
+            'actor.transformer_impl=transformer_engine needs a GPU and TransformerEngine (pip install -e ".[gpu]"); '
+            "without them set it back to its default"
+        )
+    if "wandb" in config.logging.trackers and find_spec("wandb") is None:
+        yield 'logging.trackers: wandb is not installed; pip install -e ".[wandb]", or take it out'
 
 
 def _check_override_transformer_config(config: Config) -> Iterator[str]:
@@ -210,6 +233,8 @@ def _check_override_transformer_config(config: Config) -> Iterator[str]:
     for name in extra:
         if name in Actor.model_fields:
             yield f"actor.override_transformer_config.{name} has a setting of its own; set actor.{name}"
+        elif name in _OWNED_FIELDS:
+            yield f"actor.override_transformer_config.{name} follows from the model or from how the loss is scaled; take it out"
         elif name not in fields:
             hint = did_you_mean(name, candidates=fields)
             yield f"actor.override_transformer_config.{name} is no field of Megatron's TransformerConfig{hint}"

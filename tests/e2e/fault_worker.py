@@ -1,82 +1,76 @@
-"""Plants faults in the weight sync of the real stack and writes what verify_weights says of each as JSON.
+"""Plants faults in the weight sync of the real stack: what verify_weights says of each, as JSON."""
 
-fault_worker.py OUT_DIR [section.key=value ...]
-"""
-
-import json
-import os
-import sys
 from pathlib import Path
+
+from in_session import run_in_session
 
 
 class Tampered:
-    """A weight stream whose tensors were changed on the way."""
+    """A weight stream whose tensors were changed, or dropped (None), on the way."""
 
     def __init__(self, stream, change):
         self._stream, self._change = stream, change
 
     def buckets(self, bucket_bytes):
         for bucket in self._stream.buckets(bucket_bytes):
-            yield [(name, self._change(name, tensor)) for name, tensor in bucket]
+            changed = [(name, self._change(name, tensor)) for name, tensor in bucket]
+            yield [(name, tensor) for name, tensor in changed if tensor is not None]
 
 
-def main(out: Path, arguments: list[str]) -> None:
-    from megagrpo.config.loader import load_config
-    from megagrpo.observability.logs import RankLogs
+def changes(originals) -> dict:
+    """Fault -> (name, tensor) -> what arrives in its place."""
+    down = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
 
-    config = load_config([*arguments, f"trainer.runs_dir={out}", "trainer.name=run"], world_size=int(os.environ["WORLD_SIZE"]))
-    logs = RankLogs(rank=int(os.environ["RANK"]))
-    from megagrpo.environment import prepare_environment
+    def added_to_one_element(tensor):
+        changed = tensor.clone()
+        changed[5] += 1e-3
+        return changed
 
-    prepare_environment(config)
-    import torch
+    def only(wanted, change):
+        return lambda name, tensor: change(tensor) if name == wanted else tensor
 
+    return {
+        "none": lambda name, tensor: tensor,
+        "swapped": lambda name, tensor: originals[down[1 - down.index(name)]] if name in down else tensor,
+        "stale_projection": only("model.layers.2.self_attn.k_proj.weight", lambda tensor: tensor + 1e-3),
+        "one_element": only("model.layers.3.input_layernorm.weight", added_to_one_element),
+        "stale_expert": only("model.layers.1.mlp.experts.2.down_proj.weight", lambda tensor: tensor * 1.01),
+        "embedding": only("model.embed_tokens.weight", lambda tensor: tensor * 1.01),
+    }
+
+
+def body(session, out: Path) -> dict:
     from megagrpo.engine_weights import EngineWeights
-    from megagrpo.session import join, start
     from megagrpo.weight_sync import WeightMismatchError, sync_weights, verify_weights
 
-    try:
-        with start(config, logs, join(config, logs)) as session:
-            engine, stream = session.engine, session.actor.stream
-            originals = {name: tensor.clone() for bucket in stream.buckets(2**20) for name, tensor in bucket}
-            down = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
-            moe = "model.layers.1.mlp.experts.2.down_proj.weight"
-            changes = {
-                "none": lambda name, tensor: tensor,
-                "swapped": lambda name, tensor: originals[down[1 - down.index(name)]] if name in down else tensor,
-                "stale_projection": lambda name, t: t + 1e-3 if name == "model.layers.2.self_attn.k_proj.weight" else t,
-                "one_element": lambda name, t: (
-                    torch.where(torch.arange(t.numel()) == 5, t + 1e-3, t) if name == "model.layers.3.input_layernorm.weight" else t
-                ),
-                "stale_expert": lambda name, t: t * 1.01 if name == moe else t,
-                "embedding": lambda name, t: t * 1.01 if name == "model.embed_tokens.weight" else t,
-            }
-            report = {}
-            for fault, change in changes.items():
-                engine.wake_for_sync()
-                sync_weights(Tampered(stream, change), engine, bucket_bytes=2**20)
-                try:
-                    report[fault] = verify_weights(stream, engine, bucket_bytes=2**20)
-                except WeightMismatchError as error:
-                    report[fault] = str(error)
-                engine.sleep()
+    engine, stream = session.engine, session.actor.stream
+    originals = {name: tensor.clone() for bucket in stream.buckets(2**20) for name, tensor in bucket}
 
-            EngineWeights.repack_tied_head = lambda self: None  # as if the packed copy of a tied head had been forgotten
-            sync_weights_before = Tampered(stream, changes["embedding"])
-            for source in (sync_weights_before, stream):
-                engine.wake_for_sync()
-                sync_weights(source, engine, bucket_bytes=2**20)
-                engine.sleep()
-            try:
-                report["stale_tied_head"] = verify_weights(stream, engine, bucket_bytes=2**20)
-            except WeightMismatchError as error:
-                report["stale_tied_head"] = str(error)
-            if session.parallel.rank == 0:
-                (out / "report.json").write_text(json.dumps(report))
-    except BaseException as error:
-        logs.report_failure(error, phase="worker")
-        os._exit(1)
+    def synced(source) -> int | str:
+        """The number of tensors compared after a sync from this source, or what is wrong."""
+        engine.wake_for_sync()
+        sync_weights(source, engine, bucket_bytes=2**20)
+        try:
+            return verify_weights(stream, engine, bucket_bytes=2**20)
+        except WeightMismatchError as error:
+            return str(error)
+        finally:
+            engine.sleep()
+
+    faults = changes(originals)
+    report = {fault: synced(Tampered(stream, change)) for fault, change in faults.items()}
+    EngineWeights.repack_tied_head = lambda self: None  # as if the packed copy of a tied head had been forgotten
+    synced(Tampered(stream, faults["embedding"]))
+    report["stale_tied_head"] = synced(stream)
+
+    lost = ("model.layers.2.self_attn.v_proj.weight", "model.layers.2.mlp.experts.1.up_proj.weight")
+    incomplete = Tampered(stream, lambda name, tensor: None if name in lost else tensor)
+    try:  # what a mapping without a row would do: the tensor is neither sent nor expected
+        report["never_sent"] = verify_weights(incomplete, engine, bucket_bytes=2**20)
+    except WeightMismatchError as error:
+        report["never_sent"] = str(error)
+    return report
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_in_session(body)

@@ -34,6 +34,7 @@ def test_dense_faults_are_named(models, tmp_path):
     assert "model.layers.3.input_layernorm.weight" in report["one_element"]
     assert "model.embed_tokens.weight" in report["embedding"]
     assert "model.embed_tokens.weight" in report["stale_tied_head"]
+    assert "model.layers.2.self_attn.qkv_proj.weight (v_proj) (never sent)" in report["never_sent"]
 
 
 def test_expert_faults_are_named(models, tmp_path):
@@ -47,3 +48,4 @@ def test_expert_faults_are_named(models, tmp_path):
     assert isinstance(report["none"], int)
     assert "model.layers.1.mlp.experts.2 on rank" in report["stale_expert"]
     assert report["stale_expert"].startswith("2 tensors"), "both ranks hold a slice of it"
+    assert "experts.routed_experts.w13_weight (1) (never sent)" in report["never_sent"]

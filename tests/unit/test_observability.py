@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import subprocess
 import sys
 import time
 
@@ -12,7 +11,7 @@ import pytest
 
 from megagrpo.config.schema import Config
 from megagrpo.observability.jsonl import JsonlFile, LogWriteError, read_jsonl
-from megagrpo.observability.metrics import Max, Mean, Min, Sum, combine, sample_metrics, speed_metrics
+from megagrpo.observability.metrics import sample_metrics, speed_metrics
 from megagrpo.observability.rollout_log import rollout_rows, write_rollouts
 from megagrpo.observability.timers import StepTimer
 from megagrpo.observability.trackers import Trackers
@@ -116,39 +115,6 @@ def test_sample_metrics_by_hand():
 def test_speed_is_per_device():
     metrics = speed_metrics(step_seconds=2.0, num_tokens=800, num_devices=4)
     assert metrics == {"perf/time_per_step": 2.0, "perf/total_num_tokens": 800.0, "perf/throughput": 100.0}
-
-
-def test_kinds_of_metrics_combine_as_they_should():
-    one = {"mean": Mean(6.0, 2), "sum": Sum(1.0), "max": Max(3.0), "min": Min(3.0), "here": Sum(5.0)}
-    two = {"mean": Mean(0.0, 1), "sum": Sum(2.0), "max": Max(4.0), "min": Min(4.0)}
-    values = {name: metric.value for name, metric in combine([one, two]).items()}
-    assert values == {"mean": 2.0, "sum": 3.0, "max": 4.0, "min": 3.0, "here": 5.0}
-    same = Sum(1.0)
-    assert combine([{"sum": same}, {"sum": same}]) == {"sum": Sum(2.0)}
-    assert math.isnan(combine([{"max": Max(1.0)}, {"max": Max(float("nan"))}])["max"].value), "NaN on one rank must not hide"
-    with pytest.raises(AssertionError, match="loss"):
-        combine([{"loss": Sum(1.0)}, {"loss": Max(1.0)}])
-
-
-RANK_PROGRAM = """
-import sys
-import torch.distributed as dist
-from megagrpo.observability.metrics import Max, Mean, Sum, reduce_metrics
-dist.init_process_group("gloo")
-mine = [{"mean": Mean(1.0, 1), "max": Max(2.0), "loss": Sum(5.0), "none": Mean(0.0, 0)}, {"mean": Mean(3.0, 3), "max": Max(-2.0)}]
-assert reduce_metrics(mine[dist.get_rank()]) == {"mean": 1.0, "max": 2.0, "loss": 5.0}
-sys.stdout.write("reduced\\n")
-dist.destroy_process_group()
-"""
-
-
-def test_metrics_are_reduced_over_ranks(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(RANK_PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("reduced") == 2
 
 
 def test_metrics_file_has_one_object_a_step_and_no_nan(tmp_path, caplog):

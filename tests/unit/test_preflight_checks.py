@@ -86,7 +86,7 @@ def test_what_fits_passes(problems_of, overrides, world_size, model):
         (["rollout.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2"], "a mini-batch has 4 samples for 8 data-parallel ranks"),
         (["optimizer.min_lr=1.0"], "optimizer.min_lr=1.0 is above optimizer.lr=1e-06"),
         (["optimizer.optimizer=sgd"], "set actor.use_distributed_optimizer=false"),
-        (["actor.context_parallel_size=2", "trainer.device=cpu"], "actor.context_parallel_size=2 needs a GPU and TransformerEngine"),
+        (["actor.context_parallel_size=2", "trainer.device=cpu"], "actor.context_parallel_size=2 is not supported yet"),
         (["actor.transformer_impl=transformer_engine", "trainer.device=cpu"], "needs a GPU and TransformerEngine"),
         (["data.train_files=[]"], "data.train_files names no file"),
         (["data.val_files=no/such.jsonl"], "data.val_files: no/such.jsonl does not exist"),
@@ -146,7 +146,7 @@ def test_fields_read_from_megatrons_source_are_those_of_the_class():
 
 def test_overridden_megatron_fields_are_checked(problems_of):
     prefix = "actor.override_transformer_config"
-    assert problems_of(f"{prefix}.layernorm_epsilon=1e-6", f"{prefix}.masked_softmax_fusion=false") == []
+    assert problems_of(f"{prefix}.moe_aux_loss_coeff=1e-3", f"{prefix}.masked_softmax_fusion=false") == []
     (unknown,) = problems_of(f"{prefix}.attention_softmax_in_fp=true")
     assert "is no field of Megatron's TransformerConfig; did you mean attention_softmax_in_fp32?" in unknown
     (owned,) = problems_of(f"{prefix}.tensor_model_parallel_size=2")
@@ -203,3 +203,18 @@ def test_recipes_fit_the_layout_in_their_name(recipe):
 def test_the_defaults_name_no_file_outside_the_package():
     assert Config().model.path == Config().data.train_files == "demo"
     assert (DEMO / "recipe.yaml").is_file()
+
+
+def test_model_types_are_those_of_the_mapping():
+    from megagrpo.hf_mapping.families import FAMILIES
+    from megagrpo.preflight.checks import MODEL_TYPES
+
+    assert tuple(FAMILIES) == MODEL_TYPES
+
+
+@pytest.mark.parametrize("field", ["calculate_per_token_loss", "hidden_dropout", "num_layers"])
+def test_fields_the_run_relies_on_cannot_be_overridden(field):
+    problems = check_config(
+        load_config([f"actor.override_transformer_config.{field}=1"]), world_size=1, local_world_size=1, model_config={}
+    )
+    assert any(f"override_transformer_config.{field} follows from the model" in problem for problem in problems)
