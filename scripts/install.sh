@@ -24,8 +24,8 @@ find_python() {
     fail "needs Python 3.11, 3.12 or 3.13 with venv (Debian: python3-venv); found none as ${PYTHON:-python3, python3.11, python3.12, python3.13}; set PYTHON"
 }
 
-# Whether the last pip call, whose output is in $log.last, had no network.
-unreachable() { grep -qE 'NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|Network is unreachable' "$log.last"; }
+# Whether the last pip call, whose output is in $log.last, had no network; an index that can be reached lists versions of torch.
+unreachable() { grep -qE 'from versions: none|NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|Network is unreachable' "$log.last"; }
 no_network() { fail "the package index cannot be reached: is there a network? (pip's log: $log)"; }
 
 # Shows the large downloads and the long step after them; everything goes to the log.
