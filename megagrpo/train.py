@@ -54,10 +54,9 @@ def train(session: Session) -> None:
     per_step = config.rollout.num_prompts_per_step * config.rollout.num_samples_per_prompt
     to_rollout(session, step=0)
     before = held_out_accuracy(session, step=0) if config.evaluation.at_start_and_end else {}
-    if session.trackers:
-        session.trackers.log(0, before | session.timer.finish_step())  # the time of starting up, not of a step
-    else:
-        session.timer.finish_step()
+    if before and session.trackers:
+        session.trackers.log(0, before)
+    session.timer.finish_step()  # starting up was no step
 
     for step in range(1, config.trainer.total_steps + 1):
         prompts = session.prompts.prompts_for_step(step - 1)
