@@ -24,7 +24,8 @@ class WeightMismatchError(RuntimeError):
 def sync_weights(stream: WeightStream, engine: RolloutEngine, *, bucket_bytes: int) -> None:
     """Replace every weight of the engine by the trainer's. Collective over all ranks.
 
-    Extra memory: one bucket, plus the layer that straddles its end. Method: vllm/model_executor/model_loader/reload.
+    Extra memory: bucket_bytes, or twice a larger parameter, plus the layer that straddles its end.
+    Method: vllm/model_executor/model_loader/reload.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -34,6 +35,7 @@ def sync_weights(stream: WeightStream, engine: RolloutEngine, *, bucket_bytes: i
     initialize_layerwise_reload(model)
     for bucket in stream.buckets(bucket_bytes):
         model.load_weights(iter(bucket))
+        del bucket  # before the next one is gathered
     finalize_layerwise_reload(model, model_config)
     live.repack_tied_head()
     engine.mark_synced()
@@ -50,8 +52,8 @@ def verify_weights(stream: WeightStream, engine: RolloutEngine, *, bucket_bytes:
     live = EngineWeights(model)
     wrong = []
     for bucket in stream.buckets(bucket_bytes):
-        for name, expected in bucket:
-            wrong += live.differences(name, expected)
+        wrong += [difference for name, expected in bucket for difference in live.differences(name, expected)]
+        del bucket
     wrong += [f"{name} (never sent)" for name in live.unvisited()]
 
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -241,7 +241,7 @@ class WeightSync(Section):
     """How the trained weights reach the engine."""
 
     bucket_bytes: Bytes = 512 * 2**20
-    """Weights are streamed in buckets of this size: the extra memory of a sync. One larger tensor travels alone."""
+    """Weights are streamed in buckets that take this much extra memory; one larger parameter travels alone."""
     verify: Literal["never", "first", "always"] = "first"
     """After which syncs every tensor the engine holds is compared with the trainer's."""
 

@@ -45,8 +45,9 @@ class _Entry:
     shards: list[_Shard]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(shard.num_bytes for shard in self.shards)
+    def peak_bytes(self) -> int:
+        """While it is gathered: the shards as they are received, and once more in Hugging Face's layout."""
+        return 2 * sum(shard.padded_bytes for shard in self.shards)
 
 
 class WeightStream:
@@ -70,18 +71,18 @@ class WeightStream:
         return sum(shard.shape.numel() for entry in self._entries for shard in entry.shards)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Lists of (Hugging Face name, full tensor) of at most bucket_bytes each; a larger parameter comes alone.
+        """Lists of (Hugging Face name, full tensor), each gathered in at most bucket_bytes of memory; a larger parameter comes alone.
 
-        The tensors of a bucket share fresh memory: they stay valid as long as the receiver keeps them.
+        The tensors of a bucket are in fresh memory: they stay valid as long as the receiver keeps them.
         """
         bucket: list[_Entry] = []
         size = 0
         for entry in self._entries:
-            if bucket and size + entry.num_bytes > bucket_bytes:
+            if bucket and size + entry.peak_bytes > bucket_bytes:
                 yield self._gather(bucket)
                 bucket, size = [], 0
             bucket.append(entry)
-            size += entry.num_bytes
+            size += entry.peak_bytes
         yield self._gather(bucket)
 
     def _repeats_embedding(self, name: str) -> bool:
