@@ -72,7 +72,7 @@ class Parking:
             if self._keep_content:
                 self._host_copy(tensor, storage.size()).copy_(_bytes(storage), non_blocking=True)
             self._parked.append((tensor, storage.size()))
-        torch.cuda.current_stream().synchronize()
+        self._wait_for_copies()
         for tensor, _ in self._parked:
             tensor.untyped_storage().resize_(0)
 
@@ -85,13 +85,17 @@ class Parking:
                 _bytes(storage).copy_(self._host[id(tensor)], non_blocking=True)
             else:
                 _bytes(storage).zero_()
-        torch.cuda.current_stream().synchronize()
+        self._wait_for_copies()
         self._parked.clear()
 
     def _host_copy(self, tensor: Tensor, size: int) -> Tensor:
         if id(tensor) not in self._host:
-            self._host[id(tensor)] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._host[id(tensor)] = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
         return self._host[id(tensor)]
+
+    def _wait_for_copies(self) -> None:
+        if any(tensor.is_cuda for tensor, _ in self._parked):
+            torch.cuda.current_stream().synchronize()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -117,7 +121,7 @@ def optimizer_storages(optimizer: object, ddp_chunks: list) -> list[Tensor]:
         if inner is None:
             continue
         own += [p for group in inner.param_groups for p in group["params"]]
-        own += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor) and value.is_cuda]
+        own += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor) and value.dim()]
     return [t for t in _one_per_storage(own) if t.untyped_storage().data_ptr() not in model]
 
 
