@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
+from megagrpo.config.keys import did_you_mean
 from megagrpo.hf_mapping.transforms import GatedMLP, QueryKeyValue, Replicated, Sliced, Transform, Vocabulary
 
 
@@ -114,7 +114,6 @@ def mapping_for(hf: dict[str, Any]) -> Mapping:
     """The table of the model that a Hugging Face config.json describes, by its exact model_type."""
     model_type = hf.get("model_type", "")
     if model_type not in FAMILIES:
-        close = get_close_matches(model_type, FAMILIES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"model_type {model_type!r} is not supported{hint} Supported: {', '.join(FAMILIES)}")
+        hint = did_you_mean(model_type, candidates=tuple(FAMILIES))
+        raise ValueError(f"model_type {model_type!r} is not supported{hint}; supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type](hf)

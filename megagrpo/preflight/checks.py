@@ -13,7 +13,7 @@ from typing import Any
 
 from megagrpo.config.keys import did_you_mean
 from megagrpo.config.paths import resolve_data_files, resolve_model_path
-from megagrpo.config.schema import Actor, Config
+from megagrpo.config.schema import BUILT_IN_REWARDS, Actor, Config
 from megagrpo.preflight.layout import Layout
 from megagrpo.preflight.megatron_fields import transformer_config_fields
 
@@ -30,7 +30,6 @@ _OWNED_FIELDS = frozenset(
         *("recompute_granularity", "recompute_method", "recompute_num_layers"),
     )
 )
-_BUILT_IN_REWARDS = ("math_answer", "format", "reasoning_gym")
 
 
 def check_run(config: Config, *, world_size: int, local_world_size: int) -> list[str]:
@@ -266,9 +265,9 @@ def _check_rewards(config: Config) -> Iterator[str]:
     for name in config.reward.functions:
         module, colon, _ = name.rpartition(":")
         if not colon:
-            if name not in _BUILT_IN_REWARDS:
-                hint = did_you_mean(name, candidates=_BUILT_IN_REWARDS)
-                yield f"reward.functions: {name} is neither one of {', '.join(_BUILT_IN_REWARDS)} nor module:function{hint}"
+            if name not in BUILT_IN_REWARDS:
+                hint = did_you_mean(name, candidates=BUILT_IN_REWARDS)
+                yield f"reward.functions: {name} is neither one of {', '.join(BUILT_IN_REWARDS)} nor module:function{hint}"
         elif module.endswith(".py") and not Path(module).expanduser().is_file():
             yield f"reward.functions: {name}: the file {module} does not exist"
     names = resolve_data_files(config.data.train_files, split="train")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megagrpo.config.keys import did_you_mean
+from megagrpo.config.schema import BUILT_IN_REWARDS
 from megagrpo.rewards.calls import Call, Outcome
 from megagrpo.rewards.format import format_reward
 from megagrpo.rewards.functions import call_each, load_function
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BUILT_INS = ("math_answer", "format", "reasoning_gym")
 _NUM_EXAMPLES = 3
 
 
@@ -120,8 +120,8 @@ class Scorer:
             case _ if ":" in name:
                 return call_each(load_function(name))
             case _:
-                hint = did_you_mean(name, candidates=_BUILT_INS)
-                raise ValueError(f"reward.functions: {name} is neither one of {', '.join(_BUILT_INS)} nor module:function{hint}")
+                hint = did_you_mean(name, candidates=BUILT_IN_REWARDS)
+                raise ValueError(f"reward.functions: {name} is neither one of {', '.join(BUILT_IN_REWARDS)} nor module:function{hint}")
 
     def _scored(self, sample: Sample, parts: dict[str, float]) -> Sample:
         return replace(sample, reward=sum(self._weights[name] * score for name, score in parts.items()), reward_parts=parts)

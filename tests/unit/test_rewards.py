@@ -95,7 +95,8 @@ def test_integers_judged_at_sight_are_judged_as_math_verify_does(grader, expecte
     response = spelling.format(given_answer)
     (at_sight,) = grader.grade([call(expected, response)])
     assert at_sight == Outcome(score=float(off_by == 0))
-    if abs(given_answer) < 10**15 and "+" not in response:
+    # math-verify finds no number in -001
+    if abs(given_answer) < 10**15 and "+" not in response and not response.startswith("-0"):
         assert judge(str(expected), response) == at_sight
 
 
