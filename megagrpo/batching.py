@@ -119,7 +119,6 @@ def pack(
     weights: np.ndarray,
     *,
     pad_to_multiple_of: int,
-    pad_token: int = 0,
     device: torch.device,
 ) -> MicroBatch:
     """The chosen samples end to end, as types.MicroBatch describes; advantages and weights [num_samples] go to their response tokens.
@@ -135,7 +134,7 @@ def pack(
     ends = np.cumsum(lengths)
     starts = ends - lengths
 
-    token_ids = np.full(total, pad_token, dtype=np.int64)
+    token_ids = np.zeros(total, dtype=np.int64)
     target_ids = np.zeros(total, dtype=np.int64)
     mask = np.zeros(total, dtype=bool)
     token_advantages, token_weight, rollout_logprobs = (np.zeros(total, dtype=np.float32) for _ in range(3))

@@ -7,7 +7,6 @@ Megatron's local one with the norm and attention of this package.
 from __future__ import annotations
 
 from dataclasses import fields
-from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megagrpo.config.keys import did_you_mean
 from megagrpo.config.schema import Actor, Config
 from megagrpo.hf_mapping.families import head_dim
 from megagrpo.mcore.attention import PackedAttention
@@ -203,8 +203,7 @@ def _overrides(actor: Actor) -> dict[str, Any]:
     known = {field.name for field in fields(TransformerConfig)}
     for name in given:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = did_you_mean(name, candidates=tuple(known))
             raise ValueError(f"actor.override_transformer_config.{name} is no field of Megatron's TransformerConfig{hint}")
     return given
 

@@ -111,8 +111,8 @@ def test_pack_token_by_token():
 
 
 def test_a_pack_without_samples_is_a_dummy():
-    batch = pack([], [], np.zeros(0), np.zeros(0), pad_to_multiple_of=4, pad_token=9, device=CPU)
-    assert batch.token_ids.tolist() == [9, 9, 9, 9]
+    batch = pack([], [], np.zeros(0), np.zeros(0), pad_to_multiple_of=4, device=CPU)
+    assert batch.token_ids.tolist() == [0, 0, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 4]
     assert batch.sample_ids == ()
     assert not batch.mask.any()
