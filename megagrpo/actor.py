@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from megagrpo.config.schema import Config
-from megagrpo.hf_mapping.families import Mapping
 from megagrpo.hf_mapping.folder import load_weights
 from megagrpo.hf_mapping.stream import WeightStream
+from megagrpo.hf_mapping.table import Mapping
 from megagrpo.logprobs import vocab_parallel_logprobs
 from megagrpo.loss import grpo_loss
 from megagrpo.mcore.model import build_model, wrap_ddp

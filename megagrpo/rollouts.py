@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.config.schema import Config
-from megagrpo.hf_mapping.families import head_dim
+from megagrpo.hf_mapping.families.decoder import head_dim
 from megagrpo.types import Prompt, Sample
 from megagrpo.vllm_cpu import prepare_vllm_cpu
 

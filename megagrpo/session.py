@@ -26,8 +26,8 @@ from megagrpo.hf_mapping.families import mapping_for
 from megagrpo.hf_mapping.folder import read_config
 from megagrpo.lifecycle.peers import PhaseBoard, end_on_sigterm
 from megagrpo.mcore.cpu import prepare_cpu
-from megagrpo.mcore.model import resolve_fusions
 from megagrpo.mcore.parallel import Parallel, init_distributed, init_model_parallel
+from megagrpo.mcore.transformer_config import resolve_fusions
 from megagrpo.observability.console import RunConsole, phase_words
 from megagrpo.observability.jsonl import LogWriteError, writing
 from megagrpo.observability.logs import RankLogs, new_attempt

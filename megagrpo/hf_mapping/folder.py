@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megagrpo.hf_mapping.families import Mapping
-from megagrpo.hf_mapping.names import named_parameters
+from megagrpo.hf_mapping.names import named_weights
+from megagrpo.hf_mapping.table import Mapping
 
 _INDEX = "model.safetensors.index.json"
 
@@ -43,16 +43,16 @@ def load_weights(
     """
     reader = _Reader(Path(folder))
     with torch.no_grad():
-        for name, parameter in named_parameters(chunks):
-            row, hf_names = mapping.locate(name)
-            rank, size = expert_tensor if row.expert else tensor
-            shard = row.transform.to_megatron([reader.get(hf) for hf in hf_names], rank=rank, size=size)
-            if shard.shape != parameter.shape:
+        for name, weight in named_weights(chunks):
+            place = mapping.locate(name)
+            rank, size = expert_tensor if place.row.expert else tensor
+            shard = place.row.transform.to_megatron([reader.get(hf, place.expert) for hf in place.hf_names], rank=rank, size=size)
+            if shard.shape != weight.shape:
                 raise ValueError(
-                    f"{folder}: {' + '.join(hf_names)} gives {name} the shape {tuple(shard.shape)}, the model has "
-                    f"{tuple(parameter.shape)}: config.json and the weights do not belong together"
+                    f"{folder}: {' + '.join(place.hf_names)} gives {name} the shape {tuple(shard.shape)}, the model has "
+                    f"{tuple(weight.shape)}: config.json and the weights do not belong together"
                 )
-            parameter.copy_(shard)
+            weight.copy_(shard)
 
 
 class _Reader:
@@ -70,10 +70,12 @@ class _Reader:
                 raise ValueError(f"{folder} has no .safetensors file. Set model.path to a folder with safetensors weights")
             self._where = {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, expert: int | None = None) -> Tensor:
+        """A tensor, or the part of one expert where the tensor holds all."""
         if name not in self._where:
             raise ValueError(f"{self._folder}: the weights have no tensor {name}, which config.json calls for")
-        return self._open(self._where[name]).get_tensor(name)
+        file = self._open(self._where[name])
+        return file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.hf_mapping.families import Mapping
-from megagrpo.hf_mapping.names import named_parameters
+from megagrpo.hf_mapping.names import named_weights
+from megagrpo.hf_mapping.table import Mapping, Place
 
 _ALIGNMENT = 16  # bytes: a view of any dtype may start there
 
@@ -38,16 +38,24 @@ class _Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Parameter:
     """One parameter of the whole model with its shards in tensor-parallel order."""
 
     name: str
     shards: list[_Shard]
 
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The parameters, one or where experts are stacked all of a layer, that make the same Hugging Face tensors."""
+
+    place: Place
+    parameters: list[_Parameter]
+
     @property
     def peak_bytes(self) -> int:
         """While it is gathered: the shards as they are received, and once more in Hugging Face's layout."""
-        return 2 * sum(shard.padded_bytes for shard in self.shards)
+        return 2 * sum(shard.padded_bytes for parameter in self.parameters for shard in parameter.shards)
 
 
 class WeightStream:
@@ -62,38 +70,38 @@ class WeightStream:
     ) -> None:
         self._mapping = mapping
         self._device = device
-        self._local = {name: parameter for name, parameter in named_parameters(chunks) if not self._repeats_embedding(name)}
-        self._entries = self._agree(tensor_rank, expert_tensor_rank)
+        self._local = {name: weight for name, weight in named_weights(chunks) if not self._repeats_embedding(name)}
+        self._groups = self._agree(tensor_rank, expert_tensor_rank)
 
     @property
     def num_parameters(self) -> int:
         """Of the whole model, padding of the vocabulary included."""
-        return sum(shard.shape.numel() for entry in self._entries for shard in entry.shards)
+        return sum(shard.shape.numel() for group in self._groups for parameter in group.parameters for shard in parameter.shards)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Lists of (Hugging Face name, full tensor), each gathered in at most bucket_bytes of memory; a larger parameter comes alone.
 
         The tensors of a bucket are in fresh memory: they stay valid as long as the receiver keeps them.
         """
-        bucket: list[_Entry] = []
+        bucket: list[_Group] = []
         size = 0
-        for entry in self._entries:
-            if bucket and size + entry.peak_bytes > bucket_bytes:
+        for group in self._groups:
+            if bucket and size + group.peak_bytes > bucket_bytes:
                 yield self._gather(bucket)
                 bucket, size = [], 0
-            bucket.append(entry)
-            size += entry.peak_bytes
+            bucket.append(group)
+            size += group.peak_bytes
         yield self._gather(bucket)
 
     def _repeats_embedding(self, name: str) -> bool:
         return self._mapping.tied and name == "output_layer.weight"
 
-    def _agree(self, tensor_rank: int, expert_tensor_rank: int) -> list[_Entry]:
+    def _agree(self, tensor_rank: int, expert_tensor_rank: int) -> list[_Group]:
         mine = {}
-        for name, parameter in self._local.items():
-            row, _ = self._mapping.locate(name)
+        for name, weight in self._local.items():
+            row = self._mapping.locate(name).row
             part = (expert_tensor_rank if row.expert else tensor_rank) if row.transform.sharded else 0
-            mine[name, part] = (parameter.shape, parameter.dtype)
+            mine[name, part] = (weight.shape, weight.dtype)
         everyone: list[dict] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
 
@@ -101,18 +109,20 @@ class WeightStream:
         for rank, held in enumerate(everyone):
             for (name, part), (shape, dtype) in held.items():
                 shards.setdefault(name, {}).setdefault(part, _Shard(rank, shape, dtype))
-        entries = []
+        groups: dict[tuple[str, ...], _Group] = {}
         for name in sorted(shards, key=_model_order):
-            parts = shards[name]
+            parts, place = shards[name], self._mapping.locate(name)
             assert sorted(parts) == list(range(len(parts))), f"{name}: no rank holds some of its shards, found {sorted(parts)}"
-            entries.append(_Entry(name, [parts[part] for part in range(len(parts))]))
-        return entries
+            group = groups.setdefault(place.hf_names, _Group(place, []))
+            group.parameters.append(_Parameter(name, [parts[part] for part in range(len(parts))]))
+        return list(groups.values())
 
-    def _gather(self, bucket: list[_Entry]) -> list[tuple[str, Tensor]]:
+    def _gather(self, bucket: list[_Group]) -> list[tuple[str, Tensor]]:
         by_owner: dict[int, list[tuple[str, int, _Shard]]] = {}
-        for entry in bucket:
-            for part, shard in enumerate(entry.shards):
-                by_owner.setdefault(shard.owner, []).append((entry.name, part, shard))
+        for group in bucket:
+            for parameter in group.parameters:
+                for part, shard in enumerate(parameter.shards):
+                    by_owner.setdefault(shard.owner, []).append((parameter.name, part, shard))
 
         received: dict[tuple[str, int], Tensor] = {}
         for owner, sent in sorted(by_owner.items()):
@@ -127,10 +137,11 @@ class WeightStream:
                 dist.broadcast(buffer, src=owner)
 
         tensors = []
-        for entry in bucket:
-            row, names = self._mapping.locate(entry.name)
-            full = row.transform.to_hf([received[entry.name, part] for part in range(len(entry.shards))])
-            tensors.extend(zip(names, full, strict=True))
+        for group in bucket:
+            row = group.place.row
+            full = [row.transform.to_hf([received[p.name, part] for part in range(len(p.shards))]) for p in group.parameters]
+            joined = [torch.stack(experts) for experts in zip(*full, strict=True)] if row.stacked else full[0]
+            tensors.extend(zip(group.place.hf_names, joined, strict=True))
         return tensors
 
 

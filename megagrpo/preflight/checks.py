@@ -17,7 +17,7 @@ from megagrpo.config.schema import BUILT_IN_REWARDS, Actor, Config
 from megagrpo.preflight.layout import Layout
 from megagrpo.preflight.megatron_fields import transformer_config_fields
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # hf_mapping/families.py, which imports torch
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral")  # hf_mapping/families/, which imports torch
 # Fields of TransformerConfig that follow from the model or that the loss and the packing rely on (mcore/model.py sets them).
 _OWNED_FIELDS = frozenset(
     (

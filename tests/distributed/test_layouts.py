@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tiny_models import make_samples, make_weights
 from torchrun import run_workers
 
@@ -23,7 +24,12 @@ CASES = {  # by number of processes; those of one number share a torchrun
     1: {
         "llama": case("llama-tied"),
         "llama-linear-rope": case("llama-linear-rope"),
+        "llama-yarn": case("llama-yarn"),
+        "mistral": case("mistral"),
+        "mixtral": case("mixtral"),
         "qwen2": case("qwen2", num_micro_batches=1),
+        "qwen2-windows": case("qwen2-windows"),
+        "qwen2-moe": case("qwen2-moe"),
         "qwen2-one-sequence-each": case("qwen2", num_micro_batches=12),
         "qwen2-recompute": case("qwen2", recompute="full"),
         "qwen2-recompute-selective": case("qwen2", recompute="selective"),
@@ -42,6 +48,9 @@ CASES = {  # by number of processes; those of one number share a torchrun
         "qwen2-dp2": case("qwen2"),
         "qwen2-dp2-dummies": case("qwen2", num_micro_batches=8),
         "qwen2-dp2-distributed-optimizer": case("qwen2", use_distributed_optimizer=True),
+        "qwen2-moe-tp2": case("qwen2-moe", **{TP: 2, SP: True}),
+        "qwen2-moe-pp2": case("qwen2-moe", **{PP: 2}),
+        "mixtral-ep2": case("mixtral", **{EP: 2}),
         "moe-ep2": case("qwen3-moe", **{EP: 2}),
         "moe-ep2-dummies": case("qwen3-moe", num_micro_batches=8, **{EP: 2}),
         "moe-tp2": case("qwen3-moe", **{TP: 2, SP: True}),
@@ -79,19 +88,19 @@ def run_layouts(tiny_models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny_models):
+def oracle(tiny_models, tmp_path_factory):
     """Hugging Face's logits of every sample, and the gradients of the same loss; once per model."""
     done = {}
 
     def run(name):
         if name not in done:
-            done[name] = hugging_face(tiny_models[name])
+            done[name] = hugging_face(tiny_models[name], tmp_path_factory.mktemp(name))
         return done[name]
 
     return run
 
 
-def hugging_face(folder):
+def hugging_face(folder, scratch):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     logits, loss = {}, 0.0
     for sample, weight in zip(make_samples(), make_weights(), strict=True):
@@ -101,21 +110,15 @@ def hugging_face(folder):
         predicting = out[len(prompt) - 1 : -1]
         loss = loss + weight * torch.nn.functional.cross_entropy(predicting, response, reduction="sum")
     loss.backward()
-    return logits, dict(split_experts({name: parameter.grad for name, parameter in model.named_parameters()}))
+    return logits, as_in_files(model, scratch)
 
 
-def split_experts(gradients):
-    """transformers keeps the experts of a layer in one tensor; its files, and Megatron, each apart."""
-    for name, gradient in gradients.items():
-        if name.endswith("experts.gate_up_proj"):
-            for i, (gate, up) in enumerate(expert.chunk(2) for expert in gradient):
-                yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
-                yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
-        elif name.endswith("experts.down_proj"):
-            for i, down in enumerate(gradient):
-                yield name.replace("down_proj", f"{i}.down_proj.weight"), down
-        else:
-            yield name, gradient
+def as_in_files(model, scratch):
+    """Gradients under the names and in the layout of the weights' files, where transformers itself puts them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(scratch)
+    return load_file(scratch / "model.safetensors")
 
 
 @pytest.mark.parametrize(("num_processes", "name"), ALL, ids=[name for _, name in ALL])

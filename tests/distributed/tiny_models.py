@@ -17,6 +17,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -31,7 +32,12 @@ CONFIGS = {
     "llama-tied": ("llama", {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
     "llama-8-layers": ("llama", {"tie_word_embeddings": False, "num_hidden_layers": 8}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN, "max_position_embeddings": 32}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen2-moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": False, "mlp_only_layers": [1]}),
     "qwen3": ("qwen3", {"tie_word_embeddings": False, "head_dim": 16}),
     "qwen3-moe": ("qwen3_moe", {"tie_word_embeddings": False, **_EXPERTS}),
     "qwen3-moe-unnormalised": ("qwen3_moe", {"tie_word_embeddings": False, **_EXPERTS, "norm_topk_prob": False}),

@@ -45,7 +45,7 @@ def cycle(session, step: int) -> dict:
     samples = gather_samples(engine.generate(prompts, num_samples_per_prompt=2, temperature=0.0, step=1), 2 * len(prompts))
     awake = torch.cuda.mem_get_info()[0]
     engine.sleep()
-    asleep = torch.cuda.mem_get_info()[0]
+    asleep, total = torch.cuda.mem_get_info()
     actor.restore()
     metrics = train.update_policy(session, train.batches(session, samples, np.zeros(len(samples))), step=step)
     return {
@@ -53,6 +53,7 @@ def cycle(session, step: int) -> dict:
         "freed_state": freed_state,
         "freed_weights": freed_weights,
         "freed_by_sleep": asleep - awake,
+        "used_while_all_rest": total - asleep,
         "num_verified": num_verified,
         "restored": torch.cuda.memory_allocated(),
         "tokens": [sample.response_ids.tolist() for sample in samples],

@@ -71,6 +71,11 @@ def test_sleep_frees_the_engine(report):
     assert all(cycle["freed_by_sleep"] > 2**29 for cycle in report)
 
 
+def test_little_else_holds_the_device(report):
+    """The engine asleep, the actor offloaded: what is left is CUDA's, NCCL's and the kernels'."""
+    assert all(cycle["used_while_all_rest"] < 6 * 2**30 for cycle in report)
+
+
 def test_nothing_is_lost_over_sleep_wake_and_sync(report):
     assert report[0]["num_verified"] > 100
     assert report[0]["tokens"] == report[1]["tokens"] == report[2]["tokens"]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megagrpo.config.schema import Actor, Config
-from megagrpo.mcore.model import resolve_fusions, rotary_arguments, transformer_config, uses_transformer_engine
+from megagrpo.mcore.layer_spec import uses_transformer_engine
 from megagrpo.mcore.parallel import Parallel
+from megagrpo.mcore.transformer_config import resolve_fusions, transformer_config
 
 CPU = torch.device("cpu")
 HF = {

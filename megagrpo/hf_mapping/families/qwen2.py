@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on queries, keys and values, and perhaps a sliding window in some layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megagrpo.hf_mapping.families.decoder import (
+    attention_rows,
+    declared_windows,
+    decoder_fields,
+    decoder_mapping,
+    head_dim,
+    mlp_rows,
+    window_fields,
+)
+from megagrpo.hf_mapping.rope import rope_of
+from megagrpo.hf_mapping.table import Architecture, Family, Mapping
+
+
+def architecture(hf: dict[str, Any]) -> Architecture:
+    """Llama's, with the bias and the windows."""
+    fields = {**decoder_fields(hf), **window_fields(hf, declared_windows(hf)), "add_qkv_bias": True}
+    return Architecture(fields, rope_of(hf, head_dim(hf)))
+
+
+def mapping(hf: dict[str, Any]) -> Mapping:
+    """Attention with the bias, and dense MLP."""
+    return decoder_mapping(hf, *attention_rows(hf, qkv_bias=True), *mlp_rows())
+
+
+FAMILY = Family(architecture, mapping)
