@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megagrpo.checkpoint import is_checkpoint, load_weights
 from megagrpo.config.schema import Config
-from megagrpo.hf_mapping.folder import load_weights
+from megagrpo.hf_mapping.folder import load_hf_weights
 from megagrpo.hf_mapping.stream import WeightStream
 from megagrpo.hf_mapping.table import Mapping
 from megagrpo.logprobs import vocab_parallel_logprobs
@@ -36,13 +37,16 @@ class Actor:
         self.config, self.parallel = config, parallel
         self._vocab_size = hf_config["vocab_size"]
         self.chunks = build_model(hf_config, config, parallel)
-        load_weights(
-            self.chunks,
-            model_dir,
-            mapping,
-            tensor=(parallel.tp_rank, parallel.tp_size),
-            expert_tensor=(parallel.etp_rank, parallel.etp_size),
-        )
+        if is_checkpoint(model_dir):
+            load_weights(self.chunks, model_dir)
+        else:
+            load_hf_weights(
+                self.chunks,
+                model_dir,
+                mapping,
+                tensor=(parallel.tp_rank, parallel.tp_size),
+                expert_tensor=(parallel.etp_rank, parallel.etp_size),
+            )
         self.ddp = wrap_ddp(self.chunks, config)
         self.optimizer = build_optimizer(config, self.ddp)
         self._scheduler = build_scheduler(config, self.optimizer, total_updates)

@@ -229,7 +229,8 @@ def _kv_cache_bytes(model_dir: Path, hf: dict[str, Any], config: Config, device:
     actor = config.actor
     alone = actor.param_offload and actor.grad_offload and actor.optimizer_offload
     share = _GPU_SHARE_ALONE if alone else _GPU_SHARE_BESIDE_TRAINER
-    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) // rollout.tensor_parallel_size
+    files = (*model_dir.glob("*.safetensors"), *model_dir.glob("*.distcp"))
+    weights = sum(file.stat().st_size for file in files) // rollout.tensor_parallel_size
     room = int(share * torch.cuda.get_device_properties(device).total_memory) - weights
     if room <= 0:
         raise ValueError(

@@ -148,8 +148,13 @@ def finish(session: Session) -> None:
     to_training(session, config.trainer.total_steps)
     if config.trainer.export_hf:
         with phase(session, "save_checkpoint", config.trainer.total_steps):
-            buckets = session.actor.stream.buckets(config.weight_sync.bucket_bytes)
-            write_folder(run_dir / "hf", buckets, source=session.model_dir, writer=session.parallel.rank == 0)
+            write_folder(
+                run_dir / "hf",
+                session.actor.stream,
+                source=session.model_dir,
+                writer=session.parallel.rank == 0,
+                bucket_bytes=config.weight_sync.bucket_bytes,
+            )
     if session.parallel.rank == 0:
         next_steps = [
             "use your own data: --config configs/<recipe>.yaml data.train_files=FILE.jsonl 'reward.functions={math_answer: 1.0}'",

@@ -6,7 +6,6 @@ agreed on once; a shard is then broadcast by the lowest rank that holds it, all 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megagrpo.hf_mapping.names import named_weights
-from megagrpo.hf_mapping.table import Mapping, Place
+from megagrpo.hf_mapping.table import Group, Mapping
 
 _ALIGNMENT = 16  # bytes: a view of any dtype may start there
 
@@ -37,27 +36,6 @@ class _Shard:
         return -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One parameter of the whole model with its shards in tensor-parallel order."""
-
-    name: str
-    shards: list[_Shard]
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The parameters, one or where experts are stacked all of a layer, that make the same Hugging Face tensors."""
-
-    place: Place
-    parameters: list[_Parameter]
-
-    @property
-    def peak_bytes(self) -> int:
-        """While it is gathered: the shards as they are received, and once more in Hugging Face's layout."""
-        return 2 * sum(shard.padded_bytes for parameter in self.parameters for shard in parameter.shards)
-
-
 class WeightStream:
     """The weights of a distributed Megatron model as Hugging Face tensors.
 
@@ -68,38 +46,49 @@ class WeightStream:
     def __init__(
         self, chunks: list[nn.Module], mapping: Mapping, *, tensor_rank: int, expert_tensor_rank: int, device: torch.device
     ) -> None:
-        self._mapping = mapping
         self._device = device
-        self._local = {name: weight for name, weight in named_weights(chunks) if not self._repeats_embedding(name)}
-        self._groups = self._agree(tensor_rank, expert_tensor_rank)
+        self._local = dict(named_weights(chunks))
+        self._shards = self._agree(mapping, tensor_rank, expert_tensor_rank)
+        self._groups = mapping.groups(self._shards)
 
     @property
     def num_parameters(self) -> int:
         """Of the whole model, padding of the vocabulary included."""
-        return sum(shard.shape.numel() for group in self._groups for parameter in group.parameters for shard in parameter.shards)
+        return sum(shard.shape.numel() for group in self._groups for name in group.names for shard in self._shards[name])
+
+    def likenesses(self) -> list[tuple[str, Tensor]]:
+        """(Hugging Face name, empty tensor of its shape and type on the meta device) of all tensors, in the stream's order."""
+
+        def empty_shards(name: str) -> list[Tensor]:
+            return [torch.empty(shard.shape, dtype=shard.dtype, device="meta") for shard in self._shards[name]]
+
+        return [pair for group in self._groups for pair in group.to_hf(empty_shards)]
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Lists of (Hugging Face name, full tensor), each gathered in at most bucket_bytes of memory; a larger parameter comes alone.
 
         The tensors of a bucket are in fresh memory: they stay valid as long as the receiver keeps them.
         """
-        bucket: list[_Group] = []
+        bucket: list[Group] = []
         size = 0
         for group in self._groups:
-            if bucket and size + group.peak_bytes > bucket_bytes:
+            needed = self._peak_bytes(group)
+            if bucket and size + needed > bucket_bytes:
                 yield self._gather(bucket)
                 bucket, size = [], 0
             bucket.append(group)
-            size += group.peak_bytes
+            size += needed
         yield self._gather(bucket)
 
-    def _repeats_embedding(self, name: str) -> bool:
-        return self._mapping.tied and name == "output_layer.weight"
+    def _peak_bytes(self, group: Group) -> int:
+        """While it is gathered: the shards as they are received, and once more in Hugging Face's layout."""
+        return 2 * sum(shard.padded_bytes for name in group.names for shard in self._shards[name])
 
-    def _agree(self, tensor_rank: int, expert_tensor_rank: int) -> list[_Group]:
+    def _agree(self, mapping: Mapping, tensor_rank: int, expert_tensor_rank: int) -> dict[str, list[_Shard]]:
+        """The shards of every parameter of the whole model, in tensor-parallel order."""
         mine = {}
         for name, weight in self._local.items():
-            row = self._mapping.locate(name).row
+            row = mapping.locate(name).row
             part = (expert_tensor_rank if row.expert else tensor_rank) if row.transform.sharded else 0
             mine[name, part] = (weight.shape, weight.dtype)
         everyone: list[dict] = [None] * dist.get_world_size()
@@ -109,20 +98,16 @@ class WeightStream:
         for rank, held in enumerate(everyone):
             for (name, part), (shape, dtype) in held.items():
                 shards.setdefault(name, {}).setdefault(part, _Shard(rank, shape, dtype))
-        groups: dict[tuple[str, ...], _Group] = {}
-        for name in sorted(shards, key=_model_order):
-            parts, place = shards[name], self._mapping.locate(name)
+        for name, parts in shards.items():
             assert sorted(parts) == list(range(len(parts))), f"{name}: no rank holds some of its shards, found {sorted(parts)}"
-            group = groups.setdefault(place.hf_names, _Group(place, []))
-            group.parameters.append(_Parameter(name, [parts[part] for part in range(len(parts))]))
-        return list(groups.values())
+        return {name: [parts[part] for part in range(len(parts))] for name, parts in shards.items()}
 
-    def _gather(self, bucket: list[_Group]) -> list[tuple[str, Tensor]]:
+    def _gather(self, bucket: list[Group]) -> list[tuple[str, Tensor]]:
         by_owner: dict[int, list[tuple[str, int, _Shard]]] = {}
         for group in bucket:
-            for parameter in group.parameters:
-                for part, shard in enumerate(parameter.shards):
-                    by_owner.setdefault(shard.owner, []).append((parameter.name, part, shard))
+            for name in group.names:
+                for part, shard in enumerate(self._shards[name]):
+                    by_owner.setdefault(shard.owner, []).append((name, part, shard))
 
         received: dict[tuple[str, int], Tensor] = {}
         for owner, sent in sorted(by_owner.items()):
@@ -136,19 +121,7 @@ class WeightStream:
             if dist.get_world_size() > 1:
                 dist.broadcast(buffer, src=owner)
 
-        tensors = []
-        for group in bucket:
-            row = group.place.row
-            full = [row.transform.to_hf([received[p.name, part] for part in range(len(p.shards))]) for p in group.parameters]
-            joined = [torch.stack(experts) for experts in zip(*full, strict=True)] if row.stacked else full[0]
-            tensors.extend(zip(group.place.hf_names, joined, strict=True))
-        return tensors
+        def shards_of(name: str) -> list[Tensor]:
+            return [received[name, part] for part in range(len(self._shards[name]))]
 
-
-def _model_order(name: str) -> tuple:
-    """Embedding, then layers by number (experts too), then final norm and head: a layer's tensors are neighbours."""
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if layer:
-        expert = re.search(r"experts\.(\d+)\.", name)
-        return 1, int(layer[1]), bool(expert), int(expert[1]) if expert else 0, name
-    return (0, name) if name.startswith("embedding") else (2, name)
+        return [pair for group in bucket for pair in group.to_hf(shards_of)]

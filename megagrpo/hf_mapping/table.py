@@ -6,9 +6,12 @@ A Hugging Face config.json -> Architecture, Mapping. The families themselves are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megagrpo.hf_mapping.rope import Rope
 from megagrpo.hf_mapping.transforms import Transform
@@ -47,6 +50,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """The Megatron parameters, one or where experts are stacked all of a layer, that make the same Hugging Face tensors."""
+
+    place: Place  # of the first
+    names: list[str]
+
+    def to_hf(self, shards_of: Callable[[str], list[Tensor]]) -> list[tuple[str, Tensor]]:
+        """(name, full tensor) of its Hugging Face tensors; shards_of gives a parameter's shards in tensor-parallel order."""
+        row = self.place.row
+        full = [row.transform.to_hf(shards_of(name)) for name in self.names]
+        tensors = [torch.stack(experts) for experts in zip(*full, strict=True)] if row.stacked else full[0]
+        return list(zip(self.place.hf_names, tensors, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Mapping:
     """The table of one model."""
 
@@ -62,10 +80,24 @@ class Mapping:
                 return Place(row, tuple(hf.format(**found) for hf in row.hf), int(found["expert"]) if row.stacked else None)
         raise AssertionError(f"no row for the Megatron parameter {name}")
 
+    def groups(self, names: Iterable[str]) -> list[Group]:
+        """The parameters that are stored in Hugging Face files, in model order, grouped by the tensors that they make."""
+        groups: dict[tuple[str, ...], Group] = {}
+        for name in sorted(names, key=_model_order):
+            if self.tied and name == "output_layer.weight":
+                continue  # it is the embedding
+            place = self.locate(name)
+            groups.setdefault(place.hf_names, Group(place, [])).names.append(name)
+        return list(groups.values())
+
     def knows(self, hf_name: str) -> bool:
         """Whether a Hugging Face tensor belongs to this model, trained or not."""
-        known = (*(hf for row in self.rows for hf in row.hf), *self.not_trained)
-        return any(_match(pattern, hf_name) is not None for pattern in known)
+        return self.leaves_out(hf_name) or any(_match(hf, hf_name) is not None for row in self.rows for hf in row.hf)
+
+    def leaves_out(self, hf_name: str) -> bool:
+        """Whether a Hugging Face tensor is one that may be in a file and is not exported: the model does not compute with it."""
+        repeated = ("lm_head.weight",) if self.tied else ()  # some files repeat the embedding
+        return any(_match(pattern, hf_name) is not None for pattern in (*repeated, *self.not_trained))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +125,12 @@ def _match(pattern: str, name: str) -> dict[str, str] | None:
     escaped = re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
     found = re.fullmatch(escaped, name)
     return found.groupdict() if found else None
+
+
+def _model_order(name: str) -> tuple:
+    """Embedding, then layers by number (experts too), then final norm and head: a layer's tensors are neighbours."""
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer:
+        expert = re.search(r"experts\.(\d+)\.", name)
+        return 1, int(layer[1]), bool(expert), int(expert[1]) if expert else 0, name
+    return (0, name) if name.startswith("embedding") else (2, name)

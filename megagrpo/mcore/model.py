@@ -5,17 +5,23 @@ Parameters are left unset: hf_mapping/folder.py fills every one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from torch.overrides import TorchFunctionMode
 
 from megagrpo.config.schema import Config
 from megagrpo.hf_mapping.families import family_of
 from megagrpo.hf_mapping.rope import Rope
 from megagrpo.mcore.layer_spec import block_spec, uses_transformer_engine
-from megagrpo.mcore.parallel import Parallel
+from megagrpo.mcore.parallel import Parallel, init_model_parallel
 from megagrpo.mcore.transformer_config import transformer_config
 
 
@@ -55,6 +61,33 @@ def build_model(hf: dict[str, Any], config: Config, parallel: Parallel) -> list[
         _rotate_as(architecture.rope, chunk)
         chunks.append(chunk.to(parallel.device))
     return chunks
+
+
+@contextmanager
+def unsplit_model(hf: dict[str, Any], *, with_memory: bool = False) -> Iterator[GPTModel]:
+    """The whole model as one GPTModel, on CPU in fp32 or, without memory, on the meta device for its names and shapes.
+
+    Needs the default process group, of any size, without Megatron's groups over it: those are made, and ended with the block.
+    """
+    config = Config.model_validate({"model": {"dtype": "float32"}, "trainer": {"device": "cpu"}})
+    parallel = init_model_parallel(config, torch.device("cpu"))
+    try:
+        if with_memory:
+            yield build_model(hf, config, parallel)[0]
+        else:
+            with torch.device("meta"), _OnMeta():
+                model = build_model(hf, config, replace(parallel, device=torch.device("meta")))[0]
+            yield model
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class _OnMeta(TorchFunctionMode):
+    """Reads every device as meta, Megatron's own choices too."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": "meta"} if kwargs.get("device") is not None else kwargs))
 
 
 def wrap_ddp(chunks: list[GPTModel], config: Config) -> list[DistributedDataParallel]:

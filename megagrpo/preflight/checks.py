@@ -58,17 +58,24 @@ def check_config(config: Config, *, world_size: int, local_world_size: int, mode
     """Every inconsistency at once. What needs the model's shape is left out where model_config ({} when unknown) lacks the key."""
     layout = Layout(config, world_size=world_size)
     return [
-        *_check_model_type(model_config),
+        *check_model_layout(config, model_config),
         *_check_process_counts(config, layout, local_world_size),
-        *_check_pipeline(config.actor, model_config),
-        *_check_tensor_parallel(config, model_config),
-        *_check_experts(config, model_config),
         *_check_lengths(config, model_config),
         *_check_batch(config, layout),
         *_check_kernels(config),
         *_check_override_transformer_config(config),
         *_check_files(config),
         *_check_rewards(config),
+    ]
+
+
+def check_model_layout(config: Config, model_config: dict[str, Any]) -> list[str]:
+    """What keeps the model from being spread as config.actor says, whatever the number of processes."""
+    return [
+        *_check_model_type(model_config),
+        *_check_pipeline(config.actor, model_config),
+        *_check_tensor_parallel(config, model_config),
+        *_check_experts(config, model_config),
     ]
 
 

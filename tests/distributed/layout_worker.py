@@ -15,7 +15,7 @@ from tiny_models import VOCAB_SIZE, make_samples, make_weights
 from megagrpo.batching import pack
 from megagrpo.config.schema import Config
 from megagrpo.hf_mapping.families import mapping_for
-from megagrpo.hf_mapping.folder import load_weights, read_config
+from megagrpo.hf_mapping.folder import load_hf_weights, read_config
 from megagrpo.hf_mapping.stream import WeightStream
 from megagrpo.logprobs import vocab_parallel_logprobs
 from megagrpo.mcore.cpu import prepare_cpu
@@ -30,7 +30,7 @@ def run_case(folder, config, num_micro_batches, device):
     hf = read_config(folder)
     mapping = mapping_for(hf)
     chunks = build_model(hf, config, parallel)
-    load_weights(chunks, folder, mapping, tensor=(parallel.tp_rank, parallel.tp_size), expert_tensor=(parallel.etp_rank, parallel.etp_size))
+    load_hf_weights(chunks, folder, mapping, tensor=(parallel.tp_rank, parallel.tp_size), expert_tensor=(parallel.etp_rank, parallel.etp_size))
     ddp = wrap_ddp(chunks, config)
     optimizer = build_optimizer(config, ddp)
 

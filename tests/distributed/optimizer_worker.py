@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megagrpo.config.schema import Config
 from megagrpo.hf_mapping.families import mapping_for
-from megagrpo.hf_mapping.folder import load_weights, read_config
+from megagrpo.hf_mapping.folder import load_hf_weights, read_config
 from megagrpo.mcore.cpu import prepare_cpu
 from megagrpo.mcore.model import build_model, wrap_ddp
 from megagrpo.mcore.parallel import init_distributed, init_model_parallel
@@ -29,7 +29,7 @@ def run_case(folder, config, device):
     parallel = init_model_parallel(config, device)
     hf = read_config(folder)
     chunks = build_model(hf, config, parallel)
-    load_weights(
+    load_hf_weights(
         chunks,
         folder,
         mapping_for(hf),

@@ -50,7 +50,7 @@ def body(session, out: Path) -> dict:
         engine.wake_for_generation()
         greedy.append(as_json(sample(0.0, 1, step=2)))
         engine.sleep()
-    write_folder(out / "hf", stream.buckets(2**20), source=session.model_dir, writer=session.parallel.rank == 0)
+    write_folder(out / "hf", stream, source=session.model_dir, writer=session.parallel.rank == 0, bucket_bytes=2**20)
     return {
         "num_verified": num_verified,
         "sampled": as_json(drawn),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megagrpo.config.schema import Actor, Config
+from megagrpo.hf_mapping.families import family_of
 from megagrpo.mcore.layer_spec import uses_transformer_engine
 from megagrpo.mcore.parallel import Parallel
 from megagrpo.mcore.transformer_config import resolve_fusions, transformer_config
@@ -31,8 +32,12 @@ def make_config(**actor):
     return Config.model_validate({"model": {"dtype": "float32"}, "actor": actor})
 
 
+def transformer_of(hf, config):
+    return transformer_config(family_of(hf).architecture(hf), config, ALONE)
+
+
 def test_fields_are_carried_over():
-    made = transformer_config({**HF, "model_type": "qwen2", "head_dim": 16}, make_config(), ALONE)
+    made = transformer_of({**HF, "model_type": "qwen2", "head_dim": 16}, make_config())
     assert (made.num_layers, made.hidden_size, made.num_query_groups, made.kv_channels) == (4, 32, 2, 16)
     assert made.add_qkv_bias and not made.add_bias_linear and not made.qk_layernorm
     assert made.layernorm_epsilon == 1e-5 and made.params_dtype == torch.float32 and not made.bf16
@@ -40,14 +45,14 @@ def test_fields_are_carried_over():
 
 def test_any_field_of_transformer_config_can_be_overridden():
     config = make_config(override_transformer_config={"softmax_scale": 0.5, "layernorm_epsilon": 1e-4})
-    made = transformer_config(HF, config, ALONE)
+    made = transformer_of(HF, config)
     assert (made.softmax_scale, made.layernorm_epsilon) == (0.5, 1e-4)
 
 
 def test_an_unknown_override_is_named_with_its_neighbour():
     config = make_config(override_transformer_config={"softmax_scales": 0.5})
     with pytest.raises(ValueError, match="softmax_scales is no field .*did you mean softmax_scale?"):
-        transformer_config(HF, config, ALONE)
+        transformer_of(HF, config)
 
 
 @pytest.mark.parametrize(
@@ -57,37 +62,51 @@ def test_an_unknown_override_is_named_with_its_neighbour():
         ({"attention_bias": True}, "attention_bias"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),  # its output projection has one, Megatron's would not
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type 'longrope' is not supported: default, linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "partial_rotary_factor": 0.5}, "only a part of each head"),
     ],
 )
 def test_what_megatron_cannot_express_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        transformer_config({**HF, **changes}, make_config(), ALONE)
+        transformer_of({**HF, **changes}, make_config())
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ALTERNATING = ["full_attention", "sliding_attention"] * 2
 
 
 @pytest.mark.parametrize(
-    ("hf", "expected"),
+    ("hf", "windowed"),
     [
-        ({}, {"rotary_base": 10000.0}),
-        ({"rope_theta": 1e6, "rope_scaling": None}, {"rotary_base": 1e6}),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, {"rotary_base": 1e6}),
-        ({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rotary_base": 1e6, "seq_len_interpolation_factor": 2.0}),
-        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, {"rotary_base": 5e5, "rope_scaling": True, "rope_scaling_factor": 32.0}),
-        ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, {"rotary_base": 5e5, "rope_scaling": True, "rope_scaling_factor": 32.0}),
+        ({"model_type": "mistral", "sliding_window": 5}, [1, 1, 1, 1]),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}, None),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, [0, 1, 1, 1]),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            [0, 1, 0, 1],
+        ),
     ],
 )
-def test_rope_of_old_and_new_config_files(hf, expected):
-    assert rotary_arguments(hf) == {"rotary_percent": 1.0, **expected}
+def test_sliding_windows(hf, windowed):
+    made = transformer_of({**HF, **hf}, make_config())
+    assert made.window_attn_skip_freq == windowed
+    assert made.window_size == ((4, 0) if windowed else None), "a token sees itself and the four before it"
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "yarn", "factor": 4.0}, {**LLAMA3, "low_freq_factor": 2.0}])
-def test_other_rope_is_refused(scaling):
-    with pytest.raises(ValueError, match="rope scaling .* is not supported"):
-        rotary_arguments({"rope_theta": 1e6, "rope_scaling": scaling})
+def test_layers_with_experts():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    made = transformer_of({**HF, "model_type": "qwen3_moe", **experts}, make_config())
+    assert made.moe_layer_freq == [0, 1, 0, 0]
+
+
+def test_attention_factor_of_the_rope_scales_the_logits():
+    made = transformer_of({**HF, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, make_config())
+    assert made.softmax_scale == pytest.approx(1.5**2 / 8**0.5)
 
 
 def test_no_kernel_no_fusion_on_cpu():

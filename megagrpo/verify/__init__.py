@@ -1,0 +1,1 @@
+"""Proofs a user can run on a model of their own."""
